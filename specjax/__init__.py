@@ -1,0 +1,30 @@
+"""Speculative decoding in JAX: draft, verify and accept in one jitted loop, following the target's distribution exactly."""
+
+from specjax.checkpoints import CheckpointError, Tokenizer, load_target, load_tokenizer
+from specjax.drafters.base import Drafter, NoDrafter, Proposal
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.ngram import NGram
+from specjax.generate import Generation, Piece, generate, stream
+from specjax.models.transformer import Target, Transformer
+from specjax.sampling import Sampling
+from specjax.statistics import Statistics
+
+__all__ = [
+    "CheckpointError",
+    "DraftModel",
+    "Drafter",
+    "Generation",
+    "NGram",
+    "NoDrafter",
+    "Piece",
+    "Proposal",
+    "Sampling",
+    "Statistics",
+    "Target",
+    "Tokenizer",
+    "Transformer",
+    "generate",
+    "load_target",
+    "load_tokenizer",
+    "stream",
+]

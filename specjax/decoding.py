@@ -1,0 +1,294 @@
+"""The decode loop: draft, verify, accept, commit, all on the device.
+
+    prefill       the prompt, all but its newest token
+    decode_round  one round: propose -> verify -> accept -> commit
+    decode        rounds until every row is done, one `lax.while_loop`
+
+Plain decoding is this loop with a drafter that proposes nothing. Everything here is a pure function of pytrees; B rows,
+L history, S cache slots, N drafted tokens, W = N + 1 the widest block, V vocabulary.
+
+Two facts hold between rounds. The newest committed token has no keys and values yet: `cache.length == length - 1`, and the
+next pass starts with it. And a row's tokens depend on its own prompt, key and settings alone: keys are the row's, folded
+with its round number, and no operation mixes rows.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from specjax.drafters.base import Context, Drafter, Observation, Proposal
+from specjax.models.transformer import Target
+from specjax.sampling import (
+    Processors,
+    process_logits,
+    round_keys,
+    seen_at_nodes,
+    tokens_seen,
+)
+from specjax.statistics import Statistics
+from specjax.verification import Acceptance, accept_chain, accept_greedy
+
+
+@struct.dataclass
+class DecodeState:
+    """All that changes while decoding.
+
+    Attributes:
+      tokens: int32[B, L], prompt and output; garbage from `length` on.
+      length: int32[B], committed tokens.
+      limit: int32[B], the length at which a row's budget is spent.
+      done: bool[B], rows that met a stop token or their limit; they change no more.
+      cache: the target's, `length - 1` tokens long.
+      drafter_state: whatever the drafter remembers.
+      keys: one random key per row.
+      processors: sampling settings per row.
+      stop_token_ids: int32[M], padded with -1.
+      seen: bool[B, V], tokens under the repetition penalty; None while it is off.
+      statistics: counters.
+    """
+
+    tokens: Array
+    length: Array
+    limit: Array
+    done: Array
+    cache: Any
+    drafter_state: Any
+    keys: Array
+    processors: Processors
+    stop_token_ids: Array
+    seen: Array | None
+    statistics: Statistics
+
+
+def start(
+    target: Target,
+    drafter: Drafter,
+    tokens: Array,
+    length: Array,
+    limit: Array,
+    keys: Array,
+    processors: Processors,
+    stop_token_ids: Array,
+) -> DecodeState:
+    """The state before prefill.
+
+    Args:
+      tokens: int32[B, L] with L = S slots: room for `limit` tokens and a widest block, and a multiple of the prefill chunk.
+      length: int32[B], prompt lengths, at least 1.
+      limit, keys, processors, stop_token_ids: see `DecodeState`.
+    """
+    batch, slots = tokens.shape
+    seen = None
+    if processors.repetition_penalty is not None:
+        seen = tokens_seen(tokens, length, target.vocab_size)
+    return DecodeState(
+        tokens=tokens,
+        length=length,
+        limit=limit,
+        done=length >= limit,
+        cache=target.init_cache(batch, slots),
+        drafter_state=drafter.init(target, batch, slots),
+        keys=keys,
+        processors=processors,
+        stop_token_ids=stop_token_ids,
+        seen=seen,
+        statistics=Statistics.create(batch, drafter.num_draft),
+    )
+
+
+@partial(jax.jit, static_argnames="chunk", donate_argnames="state")
+def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: int) -> DecodeState:
+    """Passes the prompts, all but each one's newest token, `chunk` tokens at a time.
+
+    Rows of different lengths start together; one that has ended contributes no more tokens while the others go on.
+    """
+    batch, slots = state.tokens.shape
+    if slots % chunk:
+        raise ValueError(f"the cache's slots must be a multiple of chunk {chunk}, got {slots}")
+    ends = state.length - 1
+
+    def piece(i, carry):
+        cache, drafter_state = carry
+        at = i * chunk
+        tokens = jax.lax.dynamic_slice(state.tokens, (0, at), (batch, chunk))
+        count = jnp.clip(ends - at, 0, chunk)
+        positions = jnp.broadcast_to(at + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
+        output = target(tokens, positions, cache, taps=drafter.taps)
+        follows = jnp.take_along_axis(state.tokens, (at + count)[:, None], axis=1)[:, 0]
+        seen = Observation(tokens=tokens, count=count, taps=output.taps, next_token=follows)
+        drafter_state = drafter.observe(target, drafter_state, seen)
+        return cache.commit(output.block, count), drafter_state
+
+    pieces = (jnp.max(ends) + chunk - 1) // chunk
+    cache, drafter_state = jax.lax.fori_loop(
+        0, pieces, piece, (state.cache, state.drafter_state)
+    )
+    return state.replace(cache=cache, drafter_state=drafter_state)
+
+
+def ladder(num_draft: int) -> tuple[int, ...]:
+    """Block widths that are compiled: powers of two, and the widest possible block."""
+    widest, width, widths = num_draft + 1, 1, []
+    while width < widest:
+        widths.append(width)
+        width *= 2
+    return (*widths, widest)
+
+
+@struct.dataclass
+class Verdict:
+    """What verification returns, of one shape at every width.
+
+    Attributes:
+      acceptance: which drafts stand.
+      block: keys and values of the whole pass, W wide.
+      taps: [B, W, A, D].
+    """
+
+    acceptance: Acceptance
+    block: Any
+    taps: Array
+
+
+def verify(
+    target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, keys: Array
+) -> Verdict:
+    """One target pass over [newest token, drafts], as narrow as this round's longest proposal allows."""
+    last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    block = jnp.concatenate([last, proposal.tokens], axis=1)
+    widths = ladder(drafter.num_draft)
+
+    def at_width(width: int) -> Verdict:
+        tokens = block[:, :width]
+        positions = state.length[:, None] - 1 + jnp.arange(width, dtype=jnp.int32)
+        output = target(tokens, positions, state.cache, taps=drafter.taps)
+        acceptance = _accept(output.logits, tokens, state, proposal, keys)
+        spare = widths[-1] - width
+        taps = jnp.pad(output.taps, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        return Verdict(acceptance=acceptance, block=output.block.pad(widths[-1]), taps=taps)
+
+    if len(widths) == 1:
+        return at_width(widths[0])
+    needed = jnp.max(proposal.length) + 1
+    rung = jnp.sum(needed > jnp.asarray(widths[:-1]))
+    return jax.lax.switch(rung, [partial(at_width, width) for width in widths])
+
+
+def _accept(
+    logits: Array, tokens: Array, state: DecodeState, proposal: Proposal, keys: Array
+) -> Acceptance:
+    """Chooses the acceptance law; logits [B, w, V] of the block's tokens [B, w]."""
+    width, processors = tokens.shape[1], state.processors
+    drafts = tokens[:, 1:]
+    seen = None
+    if state.seen is not None:
+        ancestors = jnp.tril(jnp.ones((width, width), bool))
+        seen = seen_at_nodes(state.seen, tokens, ancestors)
+    if processors.greedy:
+        if seen is not None:
+            logits = process_logits(logits, processors, seen)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return accept_greedy(best, drafts, proposal.length)
+    log_q = None if proposal.log_q is None else proposal.log_q[:, : width - 1]
+    log_p = process_logits(logits, processors, seen)
+    return accept_chain(keys, log_p, drafts, proposal.length, log_q)
+
+
+def commit(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    verdict: Verdict,
+) -> DecodeState:
+    """Appends what was accepted: cut after the first stop token, then to the budget, then count."""
+    acceptance, active = verdict.acceptance, ~state.done
+    size = proposal.tokens.shape[1]
+    index = jnp.arange(size + 1)
+    last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    block = jnp.concatenate([last, proposal.tokens], axis=1)
+    emitted_tokens = jnp.where(
+        index < acceptance.count[:, None],
+        jnp.pad(proposal.tokens, ((0, 0), (0, 1))),
+        acceptance.next_token[:, None],
+    )
+
+    emitted = acceptance.count + 1
+    stops = jnp.any(emitted_tokens[..., None] == state.stop_token_ids, axis=-1)
+    stops &= index < emitted[:, None]
+    stopped = jnp.any(stops, axis=1)
+    emitted = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted)
+    room = state.limit - state.length
+    stopped &= emitted <= room
+    emitted = jnp.where(active, jnp.minimum(emitted, room), 0)
+    length = state.length + emitted
+
+    slot = jnp.arange(state.tokens.shape[1])
+    offset = slot - state.length[:, None]
+    fresh = jnp.take_along_axis(emitted_tokens, jnp.clip(offset, 0, size), axis=1)
+    # a select, not a slice update: cheap at this size, and no backend copies or misplaces it
+    tokens = jnp.where((offset >= 0) & (offset < emitted[:, None]), fresh, state.tokens)
+    newest = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+    seen = state.seen
+    if seen is not None:
+        new = jnp.where(index < emitted[:, None], emitted_tokens, seen.shape[1])
+        rows = jnp.arange(seen.shape[0])[:, None]
+        seen = seen.at[rows, new].set(True, mode="drop")
+
+    observation = Observation(
+        tokens=block, count=emitted, taps=verdict.taps, next_token=newest
+    )
+    return state.replace(
+        tokens=tokens,
+        length=length,
+        done=state.done | stopped | (length >= state.limit),
+        cache=state.cache.commit(verdict.block, emitted),
+        drafter_state=drafter.observe(target, state.drafter_state, observation),
+        seen=seen,
+        statistics=state.statistics.add(
+            active, proposal.length, jnp.minimum(acceptance.count, emitted), emitted
+        ),
+    )
+
+
+def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> DecodeState:
+    """One round: every active row grows by 1 to N + 1 tokens."""
+    keys = round_keys(state.keys, state.statistics.rounds)
+    with jax.named_scope("draft"):
+        context = Context(
+            tokens=state.tokens,
+            length=state.length,
+            keys=keys,
+            processors=state.processors,
+            seen=state.seen,
+        )
+        proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
+        # the target adds one token of its own, so drafts past limit - 1 are never emitted
+        room = jnp.where(state.done, 0, state.limit - state.length - 1)
+        proposal = proposal.replace(length=jnp.clip(proposal.length, 0, room))
+        state = state.replace(drafter_state=drafter_state)
+    with jax.named_scope("verify"):
+        verdict = verify(target, drafter, state, proposal, keys)
+    with jax.named_scope("commit"):
+        return commit(target, drafter, state, proposal, verdict)
+
+
+@partial(jax.jit, donate_argnames="state")
+def decode(
+    target: Target, drafter: Drafter, state: DecodeState, max_rounds: Array | int
+) -> DecodeState:
+    """Rounds until every row is done, `max_rounds` at most (one compiled program for any number)."""
+
+    def going(carry):
+        rounds, state = carry
+        return (rounds < max_rounds) & ~jnp.all(state.done)
+
+    def step(carry):
+        rounds, state = carry
+        return rounds + 1, decode_round(target, drafter, state)
+
+    return jax.lax.while_loop(going, step, (jnp.int32(0), state))[1]

@@ -1,0 +1,139 @@
+"""Attention of a block of new tokens to the committed cache and to itself.
+
+B rows, T block tokens, S cache slots, Hkv key/value heads, G query heads per key/value head, Dh head width, D model width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import Array
+
+from specjax.models.config import LayerConfig, TransformerConfig
+from specjax.models.layers import RMSNorm, matrix, project, rotate
+
+NEVER = -1e30  # added to a masked score: finite, so that a fully masked row of padding gives no NaN
+
+
+@struct.dataclass
+class Masks:
+    """Who sees whom, as additive float32 scores (0 or `NEVER`).
+
+    Attributes:
+      cache: [B, 1 or T, S], queries against committed slots.
+      block: [B or 1, T, T], queries against the block's own tokens.
+    """
+
+    cache: Array
+    block: Array
+
+
+def masks(positions: Array, length: Array, slots: int, mask: Array | None, window: int | None):
+    """The masks of one layer type.
+
+    Args:
+      positions: int32[B, T] of the block's tokens.
+      length: int32[B], committed tokens per row.
+      slots: S.
+      mask: bool[T, T] or [B, T, T], True where query (second to last axis) sees key; None is causal.
+      window: a query sees keys less than `window` positions before it; None is no limit.
+    """
+    size = positions.shape[1]
+    slot = jnp.arange(slots)
+    cached = (slot < length[:, None])[:, None, :]
+    own = jnp.tril(jnp.ones((size, size), bool)) if mask is None else mask
+    own = own[None] if own.ndim == 2 else own
+    if window is not None:
+        cached &= slot > positions[:, :, None] - window
+        own &= positions[:, None, :] > positions[:, :, None] - window
+    return Masks(cache=jnp.where(cached, 0.0, NEVER), block=jnp.where(own, 0.0, NEVER))
+
+
+def attend(
+    query: Array,
+    keys: Array,
+    values: Array,
+    cache_keys: Array,
+    cache_values: Array,
+    masks: Masks,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """One softmax over cached and new keys.
+
+    Args:
+      query: [B, Hkv, G, T, Dh].
+      keys, values: the block's own, [B, Hkv, T, Dh].
+      cache_keys, cache_values: [B, Hkv, S, Dh].
+
+    Returns:
+      [B, Hkv, G, T, Dh]; scores, softmax and sums in float32.
+    """
+    batch, heads, group, size, width = query.shape
+    flat = query.reshape(batch, heads, group * size, width)
+
+    def scores(k: Array, mask: Array) -> Array:
+        s = jnp.einsum("bhqd,bhkd->bhqk", flat, k, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        s = s.reshape(batch, heads, group, size, -1) + mask[:, None, None]
+        return s.reshape(batch, heads, group * size, -1)
+
+    old, new = scores(cache_keys, masks.cache), scores(keys, masks.block)
+    top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
+    old, new = jnp.exp(old - top), jnp.exp(new - top)
+    total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
+
+    def mix(weights: Array, v: Array) -> Array:
+        return jnp.einsum(
+            "bhqk,bhkd->bhqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+
+    out = (mix(old, cache_values) + mix(new, values)) / total
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. Queries, keys and values are one matrix [D, Hkv, G + 2, Dh].
+
+    Each key/value head keeps its G query heads, its key and its value side by side, so that one product computes all
+    three and the Hkv axis can still be split over devices.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs
+    ):
+        heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        width, head_dim = config.hidden_size, config.head_dim
+        self.qkv = matrix(rngs, width, heads, group + 2, head_dim, dtype=dtype)
+        self.output = matrix(rngs, heads * group * head_dim, width, dtype=dtype)
+        self.qkv_bias = (
+            nnx.Param(jnp.zeros((heads, group + 2, head_dim), dtype)) if config.qkv_bias else None
+        )
+        self.output_bias = nnx.Param(jnp.zeros(width, dtype)) if config.output_bias else None
+        self.query_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+        self.scale, self.softcap = config.scale, config.attention_softcap
+
+    def __call__(
+        self,
+        x: Array,
+        angles: tuple[Array, Array],
+        masks: Masks,
+        cache_keys: Array,
+        cache_values: Array,
+    ) -> tuple[Array, Array, Array]:
+        """x [B, T, D] -> (output [B, T, D], keys and values of the block [B, Hkv, T, Dh])."""
+        bias = None if self.qkv_bias is None else self.qkv_bias[...]
+        qkv = project(x, self.qkv[...], bias)
+        qkv = jnp.transpose(qkv, (0, 2, 3, 1, 4))  # [B, Hkv, G + 2, T, Dh]
+        query, key, value = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        cos, sin = (a[:, None, None] for a in angles)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0]
+        mixed = attend(
+            query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap
+        )
+        mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(*x.shape[:2], -1)
+        bias = None if self.output_bias is None else self.output_bias[...]
+        return project(mixed, self.output[...], bias), key, value

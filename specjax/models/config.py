@@ -1,0 +1,188 @@
+"""What a decoder-only transformer is made of, as data.
+
+A model family is a value of `TransformerConfig`, never a class of its own. The configs are frozen and hashable: they are the
+static part of a `Transformer` pytree, so two models of equal config share one compiled program.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      kind: `default` | `linear` (positions divided by `factor`) | `llama3` (low frequencies divided by `factor`, a smooth
+        step between) | `yarn` (arXiv 2309.00071) | `factors` (each frequency divided by its own entry of `factors`, which
+        is how GGUF files carry Llama 3's scaling).
+      factor: stretch of the context.
+      low_freq_factor, high_freq_factor: edges of llama3's step, in turns over `original_length`.
+      original_length: context length before stretching, in tokens (llama3, yarn).
+      beta_fast, beta_slow: edges of yarn's ramp, in turns over `original_length`.
+      truncate: whether yarn rounds its ramp's edges outwards to whole dimensions (gpt-oss does not).
+      attention_factor: multiplies cos and sin; None means yarn's 0.1 ln(factor) + 1, and 1 for the other kinds.
+      mscale, mscale_all_dim: DeepSeek's variant of yarn's attention factor; 0 when absent.
+      factors: one divisor per frequency (kind `factors`).
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    factors: tuple[float, ...] = ()
+
+    def frequencies(self, rotary_dim: int) -> np.ndarray:
+        """Angular step per position, float32[rotary_dim / 2], highest frequency first."""
+        exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / rotary_dim
+        base = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
+        match self.kind:
+            case "default":
+                return base
+            case "linear":
+                return base / np.float32(self.factor)
+            case "factors":
+                return base / np.asarray(self.factors, np.float32)
+            case "llama3":
+                turns = self.original_length * base / (2 * math.pi)
+                span = self.high_freq_factor - self.low_freq_factor
+                keep = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+                return (base * (keep + (1 - keep) / self.factor)).astype(np.float32)
+            case "yarn":
+                return self._yarn(base, rotary_dim)
+
+    def _yarn(self, base: np.ndarray, rotary_dim: int) -> np.ndarray:
+        def dimension(turns: float) -> float:
+            """Index of the frequency that makes `turns` turns over the original context."""
+            ratio = self.original_length / (turns * 2 * math.pi)
+            return rotary_dim * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001  # the ramp is a step: avoid 0/0
+        stretched = np.clip((np.arange(rotary_dim // 2) - low) / (high - low), 0.0, 1.0)
+        return (base * (1 - stretched) + base / self.factor * stretched).astype(np.float32)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind != "yarn":
+            return 1.0
+
+        def scale(m: float) -> float:
+            return 0.1 * m * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+      window: a query sees itself and the `window - 1` positions before it; None sees everything before it.
+      rope: index into `TransformerConfig.ropes`.
+      experts: whether the feed-forward part is a mixture of experts.
+    """
+
+    window: int | None = None
+    rope: int = 0
+    experts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Shapes and switches of one decoder-only transformer.
+
+    Attributes:
+      family: the `model_type` that the checkpoint calls itself, for messages and exports.
+      vocab_size: rows of the embedding, padding rows included (V).
+      hidden_size: width of the residual stream (D).
+      mlp_size: width of a dense feed-forward part.
+      num_heads, num_kv_heads, head_dim: query heads, key/value heads (a divisor), width of each.
+      layers: one `LayerConfig` per layer.
+      ropes: the distinct rotary embeddings in use.
+      context_length: longest sequence that the model was made for, in tokens.
+      rotary_dim: how many of a head's dimensions are rotated, the first ones.
+      tied: logits use the embedding's rows.
+      qkv_bias, output_bias, mlp_bias: which projections carry biases.
+      qk_norm: RMS norm over each head's query and key before the rotation.
+      post_norms: Gemma's extra norms on what attention and feed-forward add to the stream.
+      activation: of the gated feed-forward part.
+      embedding_scale: factor on embeddings (Gemma: sqrt(D)).
+      attention_scale: factor on query-key products; None means head_dim ** -0.5.
+      attention_softcap, logit_softcap: c * tanh(x / c); None is off.
+      num_experts, experts_per_token, expert_size: the mixture's shape.
+      normalize_experts: whether the chosen router probabilities are scaled to sum to 1.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[Rope, ...] = (Rope(),)
+    context_length: int = 2048
+    rotary_dim: int | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_experts: bool = True
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.rotary % 2 or self.rotary > self.head_dim:
+            raise ValueError(
+                f"rotary_dim must be even and at most head_dim {self.head_dim}, got {self.rotary}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def rotary(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -1,0 +1,129 @@
+"""Norms, rotations and feed-forward parts.
+
+B rows, T tokens, D model width, F feed-forward width, E experts, Dh head width. Matrices are stored [in, out]: on CPU the
+products of a few rows, which verification consists of, run up to twice as fast that way.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from specjax.models.config import Rope, TransformerConfig
+
+
+def matrix(rngs: nnx.Rngs, *shape: int, dtype, inputs: int | None = None) -> nnx.Param:
+    """A parameter of normal entries with variance 1 / inputs (by default the first dimension)."""
+    scale = (inputs or shape[0]) ** -0.5
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+
+
+def project(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x[..., in] times weight[in, ...], flattened to one matrix product; returns [..., *weight.shape[1:]]."""
+    flat = weight.reshape(weight.shape[0], -1)
+    y = jnp.dot(x.astype(flat.dtype), flat).reshape(*x.shape[:-1], *weight.shape[1:])
+    return y if bias is None else y + bias
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis, computed in float32. Weights stay float32 in every model."""
+
+    def __init__(self, size: int, eps: float):
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * self.weight[...]).astype(x.dtype)
+
+
+def rotation(rope: Rope, rotary_dim: int, positions: Array) -> tuple[Array, Array]:
+    """cos and sin, float32[B, T, rotary_dim / 2], of each position's angles."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.frequencies(rotary_dim))
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotates the first 2 * cos.shape[-1] dimensions of x, paired half against half (Hugging Face's order).
+
+    Args:
+      x: [..., Dh]; cos and sin broadcast against its leading axes.
+    """
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    if rest.shape[-1]:
+        turned.append(rest)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def activate(name: str, x: Array) -> Array:
+    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward: down(act(gate(x)) * up(x)). gate and up are one matrix [D, 2, F]."""
+
+    def __init__(self, config: TransformerConfig, *, dtype, rngs: nnx.Rngs):
+        width, hidden = config.hidden_size, config.mlp_size
+        self.gate_up = matrix(rngs, width, 2, hidden, dtype=dtype)
+        self.down = matrix(rngs, hidden, width, dtype=dtype)
+        self.gate_up_bias = nnx.Param(jnp.zeros((2, hidden), dtype)) if config.mlp_bias else None
+        self.down_bias = nnx.Param(jnp.zeros(width, dtype)) if config.mlp_bias else None
+        self.activation = config.activation
+
+    def __call__(self, x: Array) -> Array:
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+        both = project(x, self.gate_up[...], bias)
+        hidden = activate(self.activation, both[..., 0, :]) * both[..., 1, :]
+        return project(
+            hidden, self.down[...], None if self.down_bias is None else self.down_bias[...]
+        )
+
+
+class Experts(nnx.Module):
+    """Mixture of gated experts, `experts_per_token` of them chosen per token (Qwen3-MoE's router).
+
+    No capacity limit: a token's output depends on that token alone, so rows cannot influence one another.
+    """
+
+    def __init__(self, config: TransformerConfig, *, dtype, rngs: nnx.Rngs):
+        width, hidden, experts = config.hidden_size, config.expert_size, config.num_experts
+        self.router = matrix(rngs, width, experts, dtype=dtype)
+        self.gate_up = matrix(rngs, experts, width, 2, hidden, dtype=dtype, inputs=width)
+        self.down = matrix(rngs, experts, hidden, width, dtype=dtype, inputs=hidden)
+        self.activation = config.activation
+        self.per_token = config.experts_per_token
+        self.normalize = config.normalize_experts
+
+    def __call__(self, x: Array) -> Array:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        router = jax.nn.softmax(project(x, self.router[...]).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(router, self.per_token)  # [tokens, per_token]
+        if self.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        experts = self.gate_up.shape[0]
+        few = x.shape[0] * self.per_token <= experts
+        y = self._gathered(x, chosen) if few else self._grouped(x, chosen)
+        return jnp.sum(y * weights[..., None].astype(y.dtype), axis=1).reshape(shape)
+
+    def _gathered(self, x: Array, chosen: Array) -> Array:
+        """Few tokens: read the chosen experts' weights alone. Returns [tokens, per_token, D]."""
+        both = jnp.einsum("nd,nkdgf->nkgf", x, self.gate_up[...][chosen])
+        hidden = activate(self.activation, both[:, :, 0]) * both[:, :, 1]
+        return jnp.einsum("nkf,nkfd->nkd", hidden, self.down[...][chosen])
+
+    def _grouped(self, x: Array, chosen: Array) -> Array:
+        """Many tokens: sort (token, expert) pairs by expert and multiply group by group."""
+        experts, width = self.gate_up.shape[0], x.shape[-1]
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)
+        rows = x[order // self.per_token]
+        gate_up = self.gate_up[...].reshape(experts, width, -1)
+        both = jax.lax.ragged_dot(rows, gate_up, sizes).reshape(rows.shape[0], 2, -1)
+        hidden = activate(self.activation, both[:, 0]) * both[:, 1]
+        y = jax.lax.ragged_dot(hidden, self.down[...], sizes)
+        return y[jnp.argsort(order)].reshape(*chosen.shape, width)

@@ -1,0 +1,199 @@
+"""The decoder-only transformer that serves as target or as draft model.
+
+B rows, T tokens, A taps, D model width, V vocabulary, L layers.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import Array
+
+from specjax.models.attention import Attention, Masks, masks
+from specjax.models.cache import Block, Cache
+from specjax.models.config import LayerConfig, TransformerConfig
+from specjax.models.layers import MLP, Experts, RMSNorm, matrix, project, rotation
+
+
+@struct.dataclass
+class Output:
+    """What one pass returns.
+
+    Attributes:
+      logits: float32[B, T, V].
+      taps: [B, T, A, D], the asked-for hidden states in the asked-for order.
+      block: what `cache.commit` needs to keep the pass's tokens.
+    """
+
+    logits: Array
+    taps: Array
+    block: Any
+
+
+@runtime_checkable
+class Target(Protocol):
+    """All that decoding knows of a model. Any pytree that answers these four can be a target or a draft.
+
+    The cache is the model's own affair: `init_cache` returns a pytree with an int32[B] `length` and a method
+    `commit(block, count, path=None)` that appends `count` rows of the block a call returned (see `models.cache.Cache`;
+    a model without memory needs no more than the length). A call reads the cache and never writes it.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def init_cache(self, batch: int, slots: int) -> Any: ...
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: Any,
+        mask: Array | None = None,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> Output: ...
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward with residuals; Gemma's second pair of norms where configured."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs
+    ):
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm_eps)
+
+        self.attention_norm = norm()
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_norm = norm()
+        feed_forward = Experts if layer.experts else MLP
+        self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
+
+    def __call__(
+        self, x: Array, angles: tuple[Array, Array], masks: Masks, keys: Array, values: Array
+    ) -> tuple[Array, Array, Array]:
+        y, key, value = self.attention(self.attention_norm(x), angles, masks, keys, values)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.mlp(self.mlp_norm(x))
+        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        return x, key, value
+
+
+@jax.jit
+def _layer(layer: DecoderLayer, x, angles, masks, keys, values):
+    """One layer as a function of its own, so that equal layers are traced once and not L times."""
+    return layer(x, angles, masks, keys, values)
+
+
+class Transformer(nnx.Module):
+    """Embedding, L decoder layers, final norm, logits. A plain pytree: pass it to `jax.jit` as an argument.
+
+    Args:
+      config: shapes and switches.
+      dtype: of embeddings and matrices; norm weights are always float32.
+      rngs: for random parameters. Under `jax.eval_shape` nothing is allocated.
+    """
+
+    def __init__(self, config: TransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        width, vocab = config.hidden_size, config.vocab_size
+        self.config = config
+        self.source: str | None = None  # where it was loaded from, if it was
+        # A tied table is kept as the head's [D, V], whose products are the expensive ones; looking up a column is cheap.
+        self.embedding = (
+            None if config.tied else matrix(rngs, vocab, width, dtype=dtype, inputs=width)
+        )
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in config.layers]
+        )
+        self.norm = RMSNorm(width, config.norm_eps)
+        self.head = matrix(rngs, width, vocab, dtype=dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def dtype(self):
+        return self.head.dtype
+
+    def init_cache(self, batch: int, slots: int) -> Cache:
+        c = self.config
+        return Cache.create(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, self.dtype)
+
+    def embed(self, tokens: Array) -> Array:
+        """tokens [B, T] -> the stream that enters layer 0, [B, T, D]."""
+        if self.embedding is None:
+            x = jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1, mode="clip"), 0, -1)
+        else:
+            x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+    def logits(self, x: Array) -> Array:
+        """The stream that leaves the last layer, [..., D] -> float32[..., V]."""
+        logits = project(self.norm(x), self.head[...]).astype(jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        mask: Array | None = None,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> Output:
+        """One pass over T new tokens of each row.
+
+        Args:
+          tokens: int32[B, T].
+          positions: int32[B, T]; a token's position in its row, which for a tree is its depth past the cache.
+          cache: committed keys and values; read only.
+          mask: bool[T, T] or [B, T, T], who of the block sees whom; None is causal.
+          taps: layer indices i in 0..L; tap i is the hidden state entering layer i (0: the embeddings, L: what enters
+            the final norm).
+
+        Returns:
+          `Output`; logits that nobody uses cost nothing under jit.
+        """
+        config = self.config
+        angles = [rotation(rope, config.rotary, positions) for rope in config.ropes]
+        seen = {
+            window: masks(positions, cache.length, cache.slots, mask, window)
+            for window in {layer.window for layer in config.layers}
+        }
+        x = self.embed(tokens)
+        tapped, keys, values = {}, [], []
+        for i, layer in enumerate(config.layers):
+            if i in taps:
+                tapped[i] = x
+            with jax.named_scope(f"layer{i}"):
+                x, key, value = _layer(
+                    self.layers[i],
+                    x,
+                    angles[layer.rope],
+                    seen[layer.window],
+                    cache.keys[i],
+                    cache.values[i],
+                )
+            keys.append(key)
+            values.append(value)
+        tapped[config.num_layers] = x
+        stacked = (
+            jnp.stack([tapped[i] for i in taps], axis=2)
+            if taps
+            else jnp.zeros((*tokens.shape, 0, config.hidden_size), x.dtype)
+        )
+        block = Block(keys=tuple(keys), values=tuple(values))
+        return Output(logits=self.logits(x), taps=stacked, block=block)
