@@ -12,6 +12,7 @@ next pass starts with it. And a row's tokens depend on its own prompt, key and s
 with its round number, and no operation mixes rows.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,10 +125,8 @@ def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: int) ->
         return cache.commit(output.block, count), drafter_state
 
     pieces = (jnp.max(ends) + chunk - 1) // chunk
-    cache, drafter_state = jax.lax.fori_loop(
-        0, pieces, piece, (state.cache, state.drafter_state)
-    )
-    return state.replace(cache=cache, drafter_state=drafter_state)
+    cache, drafter_state = jax.lax.fori_loop(0, pieces, piece, (state.cache, state.drafter_state))
+    return replace(state, cache=cache, drafter_state=drafter_state)
 
 
 def ladder(num_draft: int) -> tuple[int, ...]:
@@ -239,10 +238,9 @@ def commit(
         rows = jnp.arange(seen.shape[0])[:, None]
         seen = seen.at[rows, new].set(True, mode="drop")
 
-    observation = Observation(
-        tokens=block, count=emitted, taps=verdict.taps, next_token=newest
-    )
-    return state.replace(
+    observation = Observation(tokens=block, count=emitted, taps=verdict.taps, next_token=newest)
+    return replace(
+        state,
         tokens=tokens,
         length=length,
         done=state.done | stopped | (length >= state.limit),
@@ -269,8 +267,8 @@ def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> Decode
         proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
         # the target adds one token of its own, so drafts past limit - 1 are never emitted
         room = jnp.where(state.done, 0, state.limit - state.length - 1)
-        proposal = proposal.replace(length=jnp.clip(proposal.length, 0, room))
-        state = state.replace(drafter_state=drafter_state)
+        proposal = replace(proposal, length=jnp.clip(proposal.length, 0, room))
+        state = replace(state, drafter_state=drafter_state)
     with jax.named_scope("verify"):
         verdict = verify(target, drafter, state, proposal, keys)
     with jax.named_scope("commit"):

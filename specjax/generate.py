@@ -65,7 +65,11 @@ def check_prompts(
     Raises:
       ValueError: naming the prompt and what is wrong with it.
     """
-    if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
+    if (
+        isinstance(max_new_tokens, bool)
+        or int(max_new_tokens) != max_new_tokens
+        or max_new_tokens < 0
+    ):
         raise ValueError(f"max_new_tokens must be a whole number >= 0, got {max_new_tokens}")
     if isinstance(prompts, str) or not len(prompts) or np.isscalar(prompts[0]):
         raise ValueError(
@@ -76,7 +80,9 @@ def check_prompts(
     for i, prompt in enumerate(prompts):
         array = np.asarray(prompt)
         if array.ndim != 1 or not array.size:
-            raise ValueError(f"prompts[{i}] must be a non-empty list of token ids, got {prompt!r:.100}")
+            raise ValueError(
+                f"prompts[{i}] must be a non-empty list of token ids, got {prompt!r:.100}"
+            )
         if not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"prompts[{i}] must hold integers, got {array.dtype}")
         bad = (array < 0) | (array >= target.vocab_size)

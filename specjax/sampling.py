@@ -125,9 +125,7 @@ def process_logits(logits: Array, processors: Processors, seen: Array | None = N
         if seen is None:
             raise ValueError("repetition_penalty needs `seen`, got None")
         penalty = processors.repetition_penalty[:, None, None]
-        logits = jnp.where(
-            seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits
-        )
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     best = jnp.argmax(logits, axis=-1, keepdims=True)
     one_hot = jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
     if processors.temperature is None:
@@ -207,7 +205,7 @@ def _nucleus(logits: Array, top_p: Array) -> Array:
     return (probs > edge) | (ties & (rank > dropped))
 
 
-def round_keys(keys: Array, rounds: Array) -> Array:
+def round_keys(keys: Array, rounds: Array | np.ndarray) -> Array:
     """One key per row for this round: depends on the row's own key and round number alone.
 
     Keys count rounds, not positions: tests that look past the emitted tokens would otherwise meet the same numbers twice
@@ -254,19 +252,18 @@ def seen_at_nodes(seen: Array, tokens: Array, ancestors: Array) -> Array:
 
 
 def make_keys(key: Array | int | None, batch: int) -> Array:
-    """Row keys [B]: from None (seed 0), an integer seed, one key (folded with each row's index) or B keys."""
-    if key is None:
-        key = 0
-    if isinstance(key, (int, np.integer)):
-        key = jax.random.key(int(key))
-    if not isinstance(key, jax.Array):
+    """Row keys [B]: from an integer seed (None is 0), one key (folded with each row's index), or B keys."""
+    if key is None or isinstance(key, int | np.integer):
+        keys = jax.random.key(int(key or 0))
+    elif isinstance(key, Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        keys = key if typed else jax.random.wrap_key_data(key)
+    else:
         raise ValueError(
             f"key must be a jax.random key, an array of them, or an integer, got {key!r}"
         )
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.ndim == 0:
-        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
-    if key.shape != (batch,):
-        raise ValueError(f"key must be one key or {batch}, one per prompt; got shape {key.shape}")
-    return key
+    if keys.ndim == 0:
+        return jax.vmap(lambda i: jax.random.fold_in(keys, i))(jnp.arange(batch))
+    if keys.shape != (batch,):
+        raise ValueError(f"key must be one key or {batch}, one per prompt; got shape {keys.shape}")
+    return keys

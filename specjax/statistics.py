@@ -46,9 +46,7 @@ class Statistics:
 
     def add(self, active: Array, drafted: Array, accepted: Array, emitted: Array) -> "Statistics":
         """The counters after a round; rows that are not active (bool[B]) count nothing."""
-        drafted, accepted, emitted = (
-            jnp.where(active, x, 0) for x in (drafted, accepted, emitted)
-        )
+        drafted, accepted, emitted = (jnp.where(active, x, 0) for x in (drafted, accepted, emitted))
         position = jnp.arange(self.accepted_per_position.shape[1])
         return Statistics(
             rounds=self.rounds + active,

@@ -57,31 +57,48 @@ def accept_chain(
 
     Args:
       keys: this round's keys [B].
+      log_p, tokens, length, log_q: see `chain_law`.
+    """
+    tiny = jnp.finfo(jnp.float32).tiny  # u > 0, so a token of probability 0 never stands
+    shape = tokens.shape[1:]
+    u = jax.vmap(lambda k: jax.random.uniform(k, shape, minval=tiny))(stream(keys, ACCEPT))
+    count, log_next = chain_law(u, log_p, tokens, length, log_q)
+    return Acceptance(count=count, next_token=draw(stream(keys, RESIDUAL), log_next))
+
+
+def chain_law(
+    u: Array, log_p: Array, tokens: Array, length: Array, log_q: Array | None = None
+) -> tuple[Array, Array]:
+    """The law itself, with its random numbers as an argument.
+
+    Args:
+      u: float32[B, N] uniform in (0, 1).
       log_p: float32[B, N + 1, V] of the target after the prefix and after each draft.
       tokens: int32[B, N] drafts.
-      length: int32[B], how many of them were proposed. The first slot beyond takes a plain draw from p: the bonus.
+      length: int32[B], how many of them were proposed. The slot beyond takes a plain draw from p, the bonus.
       log_q: float32[B, N, V] that the drafts were drawn from; None says that they are deterministic.
+
+    Returns:
+      count: int32[B], accepted drafts.
+      log_next: float32[B, V], log-probabilities of the token that follows them, up to a constant.
     """
     size = tokens.shape[1]
+    if not size:
+        return jnp.zeros_like(length), log_p[:, 0]
     chosen = tokens[..., None]
     p = jnp.take_along_axis(log_p[:, :-1], chosen, 2)[..., 0]
     q = jnp.zeros_like(p) if log_q is None else jnp.take_along_axis(log_q, chosen, 2)[..., 0]
-    tiny = jnp.finfo(jnp.float32).tiny  # u > 0, so a token of probability 0 never stands
-    u = jax.vmap(lambda k: jax.random.uniform(k, (size,), minval=tiny))(stream(keys, ACCEPT))
-    proposed = jnp.arange(size) < length[:, None]
-    count = _leading((jnp.log(u) < p - q) & proposed)
+    count = _leading((jnp.log(u) < p - q) & (jnp.arange(size) < length[:, None]))
 
-    after = jnp.take_along_axis(log_p, count[:, None, None], 1)[:, 0]  # p at the first open slot
-    rejected = count < length
-    if size:
-        slot = jnp.minimum(count, size - 1)[:, None]
+    after = jnp.take_along_axis(log_p, count[:, None, None], 1)[:, 0]
+    slot = jnp.minimum(count, size - 1)[:, None]  # of the rejected draft, if there is one
+    if log_q is None:
         token = jnp.take_along_axis(tokens, slot, 1)
-        if log_q is None:
-            residual = jnp.where(jnp.arange(after.shape[-1]) == token, -jnp.inf, after)
-        else:
-            q_there = jnp.take_along_axis(log_q, slot[..., None], 1)[:, 0]
-            residual = jnp.log(jnp.maximum(jnp.exp(after) - jnp.exp(q_there), 0.0))
-        # p == q up to rounding leaves nothing; then any draw from p is a draw from the target
-        empty = jnp.all(residual == -jnp.inf, axis=-1)
-        after = jnp.where((rejected & ~empty)[:, None], residual, after)
-    return Acceptance(count=count, next_token=draw(stream(keys, RESIDUAL), after))
+        residual = jnp.where(jnp.arange(after.shape[-1]) == token, -jnp.inf, after)
+    else:
+        q_there = jnp.take_along_axis(log_q, slot[..., None], 1)[:, 0]
+        residual = jnp.log(jnp.maximum(jnp.exp(after) - jnp.exp(q_there), 0.0))
+    # p == q up to rounding leaves nothing; then any draw from p is a draw from the target
+    empty = jnp.all(residual == -jnp.inf, axis=-1)
+    rejected = (count < length) & ~empty
+    return count, jnp.where(rejected[:, None], residual, after)

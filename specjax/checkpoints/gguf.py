@@ -1,18 +1,23 @@
-"""GGUF files: configuration, weights (dequantised) and tokenizer data from one file.
+"""GGUF files: configuration and weights (dequantised) from one file.
 
-llama.cpp's conventions are undone here, so that the rest of the loader sees Hugging Face's: tensor names, the order of the
-rotated dimensions of q and k in Llama files, and Gemma's norm weights, which are stored with the 1 already added.
+llama.cpp's conventions are undone here, so that the rest of the loader sees Hugging Face's: tensor
+names, the order of the rotated dimensions of q and k in Llama files, experts stacked in one tensor,
+and Gemma's norm weights, which are stored with the 1 already added.
 """
 
+import dataclasses
+import math
+import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints.huggingface import parse_config
-from specjax.checkpoints.weights import CheckpointError, load_parameters
+from specjax.checkpoints.weights import EVERYTHING, CheckpointError, load_parameters
 from specjax.models.config import Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 
@@ -46,16 +51,132 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-GEMMA_LAYER = {
+GEMMA_LAYER = LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+PHI3_LAYER = LAYER | {"ffn_up": "mlp.gate_up_proj"}
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+# llama.cpp scales queries by head_dim ** -0.5, but in the 27B models, which it tells by their layers
+WIDE_QUERY_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+STRING, ARRAY = 8, 9  # types of metadata values; the others are scalars, in struct's letters:
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies in the file.
+
+    Attributes:
+      kind: quantisation.
+      shape: in numpy's order, the rows first.
+      start: of its first byte in the file.
+    """
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * size
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape[:-1]) * self.row_bytes
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata of a GGUF file and the places of its tensors.
+
+    `gguf.GGUFReader` reads them too, but makes numpy objects of every token (seconds and 150 MB for
+    SmolLM2's vocabulary) and maps the whole file, whose pages then count as the process's memory.
+
+    Raises:
+      CheckpointError: not a GGUF file of version 2 or 3, or a damaged or truncated one.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            metadata, tensors = _parse_header(file, size)
+    except (ValueError, KeyError, TypeError, OSError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: truncated or not a GGUF file: {error!r}") from error
+    if cut := [name for name, tensor in tensors.items() if tensor.stop > size]:
+        raise CheckpointError(
+            f"{path}: truncated: expected at least {max(tensors[n].stop for n in cut)} bytes, got "
+            f"{size}; {len(cut)} tensors are cut off, the first: {cut[0]}"
+        )
+    return metadata, tensors
+
+
+def _parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def scalars(code: str, count: int) -> tuple:
+        length = count * struct.calcsize(f"<{code}")
+        if length > size - file.tell():  # believed only now: a damaged length may be enormous
+            raise ValueError(f"it ends before {length} bytes at {file.tell()}")
+        return struct.unpack(f"<{count}{code}", file.read(length))
+
+    def scalar(code: str) -> Any:
+        return scalars(code, 1)[0]
+
+    def string() -> str:
+        return scalars("s", scalar("Q"))[0].decode()
+
+    def value(kind: int) -> Any:
+        if kind == STRING:
+            return string()
+        if kind != ARRAY:
+            return scalar(SCALARS[kind])
+        kind, count = scalar("I"), scalar("Q")
+        if kind == STRING:
+            return [string() for _ in range(count)]
+        return list(scalars(SCALARS[kind], count))
+
+    magic, version = scalars("s", 4)[0], scalar("I")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"expected b'GGUF' and version 2 or 3, got {magic!r} and {version}")
+    count, pairs = scalars("Q", 2)
+    metadata = {string(): value(scalar("I")) for _ in range(pairs)}
+    found = {}
+    for _ in range(count):
+        name = string()
+        shape = tuple(reversed(scalars("Q", scalar("I"))))
+        kind = gguf.GGMLQuantizationType(scalar("I"))
+        if name in found or not shape or 0 in shape or shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(f"tensor {name} of {kind.name} and shape {shape}: impossible or twice")
+        found[name] = (kind, shape, scalar("Q"))
+    alignment = metadata.get("general.alignment", 32)
+    front = math.ceil(file.tell() / alignment) * alignment
+    return metadata, {
+        name: Tensor(kind, shape, front + start) for name, (kind, shape, start) in found.items()
+    }
 
 
 class GGUFFile:
-    """Tensors of a GGUF file under Hugging Face's names, and its metadata.
+    """Tensors of a GGUF file under Hugging Face's names, and its configuration.
 
     Raises:
       CheckpointError: damaged file, unsupported architecture or quantisation.
@@ -63,147 +184,231 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            reader = gguf.GGUFReader(path)
-            self.metadata = {
-                name: field.contents()
-                for name, field in reader.fields.items()
-                if not name.startswith("GGUF.")
-            }
-        except (ValueError, KeyError, IndexError, OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: truncated or not a GGUF file: {error}") from error
-        self.architecture = self.metadata.get("general.architecture")
+        metadata, tensors = read_header(path)
+        self._metadata = {k: v for k, v in metadata.items() if not k.startswith("tokenizer.")}
+        if self._metadata.get("split.count", 1) > 1:
+            raise CheckpointError(
+                f"{path}: one of {self._metadata['split.count']} pieces of a model; "
+                "join them with `llama-gguf-split --merge` first"
+            )
+        self.architecture = self._metadata.get("general.architecture")
         if self.architecture not in FAMILIES:
             raise CheckpointError(
-                f"{path}: architecture must be one of {', '.join(FAMILIES)}; got {self.architecture!r}"
+                f"{path}: general.architecture must be one of {', '.join(FAMILIES)}; "
+                f"got {self.architecture!r}"
             )
-        self.gemma = self.architecture.startswith("gemma")
-        self._tensors: dict[str, tuple[Any, int | None]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.rope_factors: tuple[float, ...] = ()
-        unsupported = []
-        for tensor in reader.tensors:
-            if tensor.tensor_type.name not in QUANTISATIONS:
-                unsupported.append(f"{tensor.name} is {tensor.tensor_type.name}")
-                continue
-            self._register(tensor)
-        if unsupported:
+        if unsupported := [
+            f"{name} is {tensor.kind.name}"
+            for name, tensor in tensors.items()
+            if tensor.kind.name not in QUANTISATIONS
+        ]:
             raise CheckpointError(
                 f"{path}: tensor types must be among {', '.join(QUANTISATIONS)}; "
-                f"{len(unsupported)} are not, the first: {unsupported[0]}"
+                f"{len(unsupported)} of {len(tensors)} are not: {', '.join(unsupported[:40])}"
             )
+        self._gemma = self.architecture.startswith("gemma")
+        self._rope_factors = tensors.pop("rope_freqs.weight", None)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._place: dict[str, tuple[Tensor, int]] = {}  # the tensor, and the first of its rows
+        for name, tensor in tensors.items():
+            self._register(name, tensor)
 
-    def _register(self, tensor: Any) -> None:
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        if tensor.name == "rope_freqs.weight":
-            self.rope_factors = tuple(float(x) for x in _dequantise(tensor))
-            return
-        pieces = tensor.name.split(".")
-        if pieces[0] == "blk" and len(pieces) == 4:
-            table = LAYER | GEMMA_LAYER if self.gemma else LAYER
-            layer, kind, suffix = f"model.layers.{pieces[1]}", pieces[2], pieces[3]
-            if kind in EXPERTS:
-                for e in range(shape[0]):
-                    name = f"{layer}.mlp.experts.{e}.{EXPERTS[kind]}.{suffix}"
-                    self._tensors[name], self.shapes[name] = (tensor, e), shape[1:]
+    def _register(self, name: str, tensor: Tensor) -> None:
+        """Notes a tensor under Hugging Face's name; one that has none keeps its own and is reported as unknown."""
+        match name.split("."):
+            case ["blk", layer, kind, _] if kind in EXPERTS and len(tensor.shape) == 3:
+                experts, rows, _ = tensor.shape
+                for e in range(experts):
+                    theirs = f"model.layers.{layer}.mlp.experts.{e}.{EXPERTS[kind]}.weight"
+                    self._place[theirs], self.shapes[theirs] = (tensor, e * rows), tensor.shape[1:]
                 return
-            name = f"{layer}.{table[kind]}.{suffix}" if kind in table else tensor.name
-            if self.architecture == "phi3" and kind == "ffn_up":
-                name = f"{layer}.mlp.gate_up_proj.{suffix}"
-        elif pieces[0] in GLOBAL and len(pieces) == 2:
-            name = f"{GLOBAL[pieces[0]]}.{pieces[1]}"
-        else:
-            name = tensor.name
-        self._tensors[name], self.shapes[name] = (tensor, None), shape
+            case ["blk", layer, kind, suffix]:
+                table = GEMMA_LAYER if self._gemma else LAYER
+                table = PHI3_LAYER if self.architecture == "phi3" else table
+                if kind in table:
+                    name = f"model.layers.{layer}.{table[kind]}.{suffix}"
+            case [kind, suffix] if kind in GLOBAL:
+                name = f"{GLOBAL[kind]}.{suffix}"
+        self._place[name], self.shapes[name] = (tensor, 0), tensor.shape
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as float32 (or as stored, for F32 and F16), in Hugging Face's order."""
-        tensor, expert = self._tensors[name]
-        array = _dequantise(tensor, expert)
-        if self.architecture == "llama" and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
-            heads = self._field("attention.head_count" if "q_proj" in name else "attention.head_count_kv")
-            # llama.cpp pairs dimensions (2i, 2i + 1), Hugging Face (i, i + half)
-            array = array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        if self.gemma and name.endswith("norm.weight"):
-            array = array - np.float32(1)
+    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
+        """Rows of a tensor as float32 (or as stored, for F16), in Hugging Face's order."""
+        tensor, first = self._place[name]
+        shape = self.shapes[name]
+        start, stop, _ = rows.indices(shape[0])
+        heads = self._rotated_heads(name)
+        if heads:  # whole heads
+            size = shape[0] // heads
+            low, high = start // size * size, -(-stop // size) * size
+            array = _from_llama_order(self._load(tensor, low, high), size)
+            return array[start - low : stop - low]
+        array = self._load(tensor, first + start, first + stop)
+        if self._gemma and name.endswith("norm.weight"):
+            return array - np.float32(1)
         return array
 
-    def _field(self, name: str, default: Any = None) -> Any:
-        value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if value is None:
-            raise CheckpointError(f"{self.path}: missing metadata {self.architecture}.{name}")
+    def _rotated_heads(self, name: str) -> int:
+        """Over how many heads the rows of a tensor run that llama.cpp has reordered; 0 for the others."""
+        if self.architecture != "llama":
+            return 0
+        if ".q_proj." in name:
+            return self._number("attention.head_count")
+        if ".k_proj." in name:
+            return self._number("attention.head_count_kv", self._number("attention.head_count"))
+        return 0
+
+    def _load(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` of a matrix or of several stacked ones, or those entries of a vector."""
+        vector = len(tensor.shape) == 1
+        rows = 1 if vector else stop - start
+        with self.path.open("rb") as file:
+            file.seek(tensor.start + (0 if vector else start * tensor.row_bytes))
+            data = np.frombuffer(file.read(rows * tensor.row_bytes), np.uint8).reshape(rows, -1)
+        as_stored = {"F32": "<f4", "F16": "<f2"}.get(tensor.kind.name)
+        array = data.view(as_stored) if as_stored else gguf.dequantize(data, tensor.kind)
+        return array[0, start:stop] if vector else array
+
+    def _number(self, name: str, default: float | None = None) -> Any:
+        """A number of the architecture's metadata; lists with one value per layer must agree."""
+        value = self._metadata.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{self.path}: metadata {self.architecture}.{name} must be one number for all "
+                f"layers, got {'none' if value is None else repr(value)[:80]}"
+            )
         return value
 
     def config(self) -> TransformerConfig:
         """The configuration that the metadata describes."""
-        get = self._field
-        heads = get("attention.head_count")
-        raw = {
+        number = self._number
+        if missing := [n for n in REQUIRED if f"{self.architecture}.{n}" not in self._metadata]:
+            names = ", ".join(f"{self.architecture}.{name}" for name in missing)
+            raise CheckpointError(f"{self.path}: missing metadata {names}")
+        layers, heads = number("block_count"), number("attention.head_count")
+        width = number("embedding_length")
+        head_dim = number("attention.key_length", width // max(heads, 1))
+        raw: dict[str, Any] = {
             "model_type": FAMILIES[self.architecture],
-            "vocab_size": self.shapes.get("model.embed_tokens.weight", (0,))[0],
-            "hidden_size": get("embedding_length"),
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
+            "vocab_size": self.shapes.get("model.embed_tokens.weight", (1,))[0],
+            "hidden_size": width,
+            "intermediate_size": number("feed_forward_length"),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": get("attention.head_count_kv", heads),
-            "head_dim": get("attention.key_length", get("embedding_length") // heads),
-            "max_position_embeddings": get("context_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "num_key_value_heads": number("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": number("context_length"),
+            "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
-            "rope_theta": get("rope.freq_base", 10000.0),
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.shapes,
+            "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.shapes,
+            "use_bidirectional_attention": not number("attention.causal", True),
+            "rope_theta": number("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(),
         }
+        if self._gemma:
+            raw |= self._gemma_fields(layers, width // max(heads, 1), head_dim)
+        elif self.architecture == "phi3":
+            raw["sliding_window"] = number("attention.sliding_window", 0) or None
+        if self.architecture == "qwen3moe":
+            raw |= {
+                "num_experts": number("expert_count"),
+                "num_experts_per_tok": number("expert_used_count"),
+                "moe_intermediate_size": number("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # llama.cpp always does for this architecture
+            }
+        elif experts := number("expert_count", 0):
+            raise CheckpointError(
+                f"{self.path}: mixtures of experts are supported for qwen3moe, "
+                f"got {experts} experts in {self.architecture}"
+            )
+        rotary = number("rope.dimension_count", head_dim)
+        if rotary % 2 or rotary > head_dim or (rotary != head_dim and self.architecture == "llama"):
+            raise CheckpointError(
+                f"{self.path}: metadata {self.architecture}.rope.dimension_count must be even and "
+                f"fit the head's {head_dim} dimensions (of llama: be equal), got {rotary}"
+            )
+        config = parse_config(raw, str(self.path))
+        return dataclasses.replace(config, rotary_dim=rotary, ropes=self._ropes(config, rotary))
+
+    def _gemma_fields(self, layers: int, head_width: int, head_dim: int) -> dict[str, Any]:
+        wide = layers == WIDE_QUERY_LAYERS[self.architecture]
+        fields: dict[str, Any] = {"query_pre_attn_scalar": head_width if wide else head_dim}
+        window = self._number(
+            "attention.sliding_window", 4096 if self.architecture == "gemma2" else 0
+        )
+        fields["sliding_window"] = window or None
         optional = {
-            "sliding_window": "attention.sliding_window",
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
+            "rope_local_base_freq": "rope.freq_base_swa",
         }
         for theirs, ours in optional.items():
-            value = self.metadata.get(f"{self.architecture}.{ours}")
-            if value is not None:
-                raw[theirs] = value
-        if self.architecture == "qwen3moe":
-            raw["norm_topk_prob"] = True  # llama.cpp always normalises this architecture's router
-        if self.architecture == "llama" and "model.layers.0.self_attn.q_proj.bias" in self.shapes:
-            raw["attention_bias"] = True
-        if self.gemma:
-            # llama.cpp scales by head_dim ** -0.5, but for the 27B models, whose query scalar is width / heads
-            wide = raw["num_hidden_layers"] in (46, 62)
-            raw["query_pre_attn_scalar"] = raw["hidden_size"] // heads if wide else raw["head_dim"]
-        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if kind != "none":
-            original = self.metadata.get(f"{self.architecture}.rope.scaling.original_context_length")
-            raw["rope_scaling"] = {
-                "rope_type": kind,
-                "factor": get("rope.scaling.factor", 1.0),
-                "original_max_position_embeddings": original,
-            }
-        config = parse_config(raw, str(self.path))
-        if self.rope_factors:
-            rope = Rope(theta=raw["rope_theta"], kind="factors", factors=self.rope_factors)
-            config = _with_ropes(config, (rope, *config.ropes[1:]))
-        return config
+            if f"{self.architecture}.{ours}" in self._metadata:
+                fields[theirs] = self._number(ours)
+        pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
+        if isinstance(pattern, list):  # whether each layer slides
+            kinds = ("full_attention", "sliding_attention")
+            fields["layer_types"] = [kinds[bool(slides)] for slides in pattern]
+        elif pattern is not None:
+            fields["sliding_window_pattern"] = pattern
+        return fields
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        """The `rope.scaling` metadata in Hugging Face's spelling."""
+        prefix = f"{self.architecture}.rope.scaling."
+        given = {
+            name.removeprefix(prefix): value
+            for name, value in self._metadata.items()
+            if name.startswith(prefix)
+        }
+        factor = given.pop("factor", None) or self._number("rope.scale_linear", 0)
+        kind = given.pop("type", "linear")
+        given.pop("finetuned", None)  # says how the model was made, not what it computes
+        neutral = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
+        given = {name: value for name, value in given.items() if value != neutral.get(name)}
+        if kind == "none" or (kind == "linear" and factor in (0, 1)):
+            return None
+        names = {
+            "original_context_length": "original_max_position_embeddings",
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+        }
+        if unknown := given.keys() - names.keys():
+            raise CheckpointError(
+                f"{self.path}: metadata not supported: "
+                + ", ".join(f"{prefix}{name} = {given[name]}" for name in sorted(unknown))
+            )
+        fields = {names[name]: value for name, value in given.items()}
+        return {"rope_type": kind, "factor": factor} | fields
+
+    def _ropes(self, config: TransformerConfig, rotary: int) -> tuple[Rope, ...]:
+        """The configuration's embeddings; where the file has a divisor per frequency (Llama 3), the first one's."""
+        if self._rope_factors is None:
+            return config.ropes
+        tensor, rope = self._rope_factors, config.ropes[0]
+        if tensor.shape != (rotary // 2,) or rope.kind != "default":
+            raise CheckpointError(
+                f"{self.path}: tensor rope_freqs.weight: expected shape {(rotary // 2,)} and no other "
+                f"scaling, got {tensor.shape} and rope type {rope.kind}"
+            )
+        factors = self._load(tensor, 0, rotary // 2)
+        scaled = Rope(theta=rope.theta, kind="factors", factors=tuple(float(x) for x in factors))
+        return (scaled, *config.ropes[1:])
 
 
-def _with_ropes(config: TransformerConfig, ropes: tuple[Rope, ...]) -> TransformerConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, ropes=ropes)
-
-
-def _dequantise(tensor: Any, expert: int | None = None) -> np.ndarray:
-    shape = tuple(int(n) for n in reversed(tensor.shape))
-    data = tensor.data if expert is None else tensor.data[expert]
-    shape = shape if expert is None else shape[1:]
-    kind = tensor.tensor_type.name
-    if kind in ("F32", "F16"):
-        return np.asarray(data).reshape(shape)
-    return gguf.dequantize(data, tensor.tensor_type).reshape(shape)
+def _from_llama_order(array: np.ndarray, head_dim: int) -> np.ndarray:
+    """llama.cpp pairs a head's rotated rows (2i, 2i + 1), Hugging Face (i, i + half)."""
+    pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def load_file(path: Path, dtype: jnp.dtype) -> Transformer:
-    """A .gguf file as a `Transformer`."""
+    """A .gguf file as a `Transformer`.
+
+    Raises:
+      CheckpointError: see `GGUFFile` and `load_parameters`.
+    """
     file = GGUFFile(path)
     return load_parameters(file.config(), file, dtype, str(path))

@@ -8,251 +8,363 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.weights import CheckpointError, load_parameters
+from specjax.checkpoints.weights import EVERYTHING, CheckpointError, load_parameters
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 
-# What a family's config class assumes where config.json is silent, and what its networks always do.
+# What a family's config class in transformers assumes where config.json is silent. A null in config.json overrides these.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "qwen3_moe": {"use_sliding_window": False, "head_dim": 128, "decoder_sparse_step": 1},
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    },
     "gemma2": {
-        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
         "head_dim": 256,
+        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 2,
-        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "hidden_activation": "gelu_pytorch_tanh",
     },
-    "gemma3_text": {
-        "tie_word_embeddings": True,
+    "gemma3_text": {  # the text part of published multimodal configs leaves out whatever equals these
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 256,
+        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
-        "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
     },
-    "phi3": {"sliding_window": None},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
 }
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
-    """One rotary embedding from `rope_scaling` or an entry of `rope_parameters`; both spellings of the type."""
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    theta = float(fields.get("rope_theta", theta))
-    original = int(fields.get("original_max_position_embeddings") or context)
-    known = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
-    known |= {"partial_rotary_factor"}
-    match kind:
-        case "default":
-            allowed, rope = set(), Rope(theta=theta)
-        case "linear":
-            allowed = {"factor"}
-            rope = Rope(theta=theta, kind="linear", factor=float(fields["factor"]))
-        case "llama3":
-            allowed = {"factor", "low_freq_factor", "high_freq_factor"}
-            rope = Rope(
-                theta=theta,
-                kind="llama3",
-                original_length=original,
-                **{name: float(fields[name]) for name in allowed},
-            )
-        case "yarn":
-            floats = {"factor", "beta_fast", "beta_slow", "attention_factor"}
-            floats |= {"mscale", "mscale_all_dim"}
-            allowed = floats | {"truncate"}
-            given = {n: float(fields[n]) for n in floats if fields.get(n) is not None}
-            rope = Rope(
-                theta=theta,
-                kind="yarn",
-                original_length=original,
-                truncate=bool(fields.get("truncate", True)),
-                **given,
-            )
-        case _:
-            raise CheckpointError(
-                f"rope_type must be default, linear, llama3 or yarn, got {kind!r}"
-            )
-    if unknown := {n for n in fields.keys() - known - allowed if fields[n] is not None}:
-        raise CheckpointError(f"rope type {kind}: unknown fields {sorted(unknown)}")
-    return rope
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
+# Gemma 3 with vision: its text model's tensors lie under these prefixes, and the others' are left out.
+TEXT_PREFIXES = ("language_model.", "model.language_model.")
+VISION_PREFIXES = tuple(
+    f"{model}{part}."
+    for model in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> TransformerConfig:
     """`TransformerConfig` of a config.json.
 
     Raises:
-      CheckpointError: an architecture that is not supported, or a required field is missing.
+      CheckpointError: an architecture that is not supported, or fields that are missing or make no sense.
     """
-    family = raw.get("model_type", "")
-    if family not in DEFAULTS:
-        raise CheckpointError(
-            f"{where}: model_type must be one of {', '.join(sorted(DEFAULTS))}; got {family!r}"
-        )
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method", "unknown")
         raise CheckpointError(
             f"{where}: quantised safetensors are not supported, got quant_method {method!r}; "
             "use the unquantised checkpoint or a GGUF file"
         )
-    given = {k: v for k, v in raw.items() if v is not None or k in ("sliding_window",)}
-    c = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | DEFAULTS[family] | given
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    required += ("num_attention_heads",)
-    if missing := [name for name in required if name not in c]:
+    family = raw.get("model_type")
+    if family == "gemma3" and isinstance(raw.get("text_config"), dict):
+        return parse_config({**raw["text_config"], "model_type": "gemma3_text"}, where)
+    if family not in DEFAULTS:
+        raise CheckpointError(
+            f"{where}: model_type must be one of {', '.join(sorted(DEFAULTS))}; got {family!r}"
+        )
+    fields = {"rms_norm_eps": 1e-6} | DEFAULTS[family] | raw
+    if missing := [name for name in REQUIRED if fields.get(name) is None]:
         raise CheckpointError(f"{where}: missing fields {', '.join(missing)}")
+    numbers = {name: fields[name] for name in REQUIRED}
+    if wrong := {n: x for n, x in numbers.items() if not isinstance(x, int | float) or x <= 0}:
+        raise CheckpointError(f"{where}: expected positive numbers, got {wrong}")
+    try:
+        return _config(family, fields)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
 
-    count = int(c["num_hidden_layers"])
-    context = int(c.get("max_position_embeddings", 2048))
-    heads = int(c["num_attention_heads"])
+
+def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
+    count, heads = int(c["num_hidden_layers"]), int(c["num_attention_heads"])
     head_dim = int(c.get("head_dim") or c["hidden_size"] // heads)
     gemma = family.startswith("gemma")
     windows = _windows(family, c, count)
-    ropes, rope_of_layer = _ropes(family, c, windows, context)
+    ropes, rope_of_layer = _ropes(family, c, windows)
     parameters = c.get("rope_parameters") or {}
-    partial = float(c.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)))
-    activation = c.get("hidden_activation", c.get("hidden_act", "silu"))
+    partial = c.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))
+    activation = c["hidden_activation"] if gemma else c.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{where}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+        raise ValueError(
+            f"the activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
         )
-    experts = int(c.get("num_experts", c.get("num_local_experts", 0)))
-    if family != "qwen3_moe":
-        experts = 0
-    dense = set(c.get("mlp_only_layers") or ())
-    step = int(c.get("decoder_sparse_step", 1))
-    biased = bool(c.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_moe")
-    scalar = c.get("query_pre_attn_scalar")
+    if c.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention: only causal models can be decoded from")
+    experts = int(c.get("num_local_experts") or c.get("num_experts") or 0)
+    experts = experts if family == "qwen3_moe" else 0
+    biased = bool(c.get("attention_bias")) and family not in ("mistral", "qwen2", "phi3")
     return TransformerConfig(
         family=family,
         vocab_size=int(c["vocab_size"]),
         hidden_size=int(c["hidden_size"]),
         mlp_size=int(c["intermediate_size"]),
         num_heads=heads,
-        num_kv_heads=int(c.get("num_key_value_heads", heads)),
+        num_kv_heads=int(c.get("num_key_value_heads") or heads),
         head_dim=head_dim,
         layers=tuple(
             LayerConfig(
                 window=windows[i],
                 rope=rope_of_layer[i],
-                experts=experts > 0 and i not in dense and (i + 1) % step == 0,
+                experts=experts > 0
+                and i not in (c.get("mlp_only_layers") or ())
+                and (i + 1) % int(c["decoder_sparse_step"]) == 0,
             )
             for i in range(count)
         ),
         ropes=ropes,
-        context_length=context,
-        rotary_dim=int(head_dim * partial),
+        context_length=int(c["max_position_embeddings"]),
+        rotary_dim=int(head_dim * (1.0 if partial is None else float(partial))),
         norm_eps=float(c["rms_norm_eps"]),
-        tied=bool(c["tie_word_embeddings"]),
+        tied=bool(c.get("tie_word_embeddings")),
         qkv_bias=biased or family == "qwen2",
         output_bias=biased,
-        mlp_bias=family == "llama" and bool(c.get("mlp_bias", False)),
+        mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         post_norms=gemma,
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         embedding_scale=float(c["hidden_size"]) ** 0.5 if gemma else 1.0,
-        attention_scale=float(scalar) ** -0.5 if gemma and scalar else None,
+        attention_scale=float(c["query_pre_attn_scalar"]) ** -0.5 if gemma else None,
         attention_softcap=c.get("attn_logit_softcapping") if family == "gemma2" else None,
         logit_softcap=c.get("final_logit_softcapping") if gemma else None,
         num_experts=experts,
-        experts_per_token=int(c.get("num_experts_per_tok", 0)) if experts else 0,
-        expert_size=int(c.get("moe_intermediate_size", 0)) if experts else 0,
-        normalize_experts=bool(c.get("norm_topk_prob", False)),
+        experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
+        expert_size=int(c["moe_intermediate_size"]) if experts else 0,
+        normalize_experts=bool(c.get("norm_topk_prob")),
     )
 
 
 def _windows(family: str, c: dict[str, Any], count: int) -> list[int | None]:
-    """Each layer's sliding window."""
-    window = c.get("sliding_window")
-    if window is None or c.get("use_sliding_window", True) is False:
+    """Each layer's sliding window, as the family's network uses it."""
+    window, types = c.get("sliding_window"), c.get("layer_types")
+    qwen = family.startswith("qwen")
+    if family == "llama" or window is None or (qwen and not c.get("use_sliding_window")):
         return [None] * count
-    if types := c.get("layer_types"):
-        sliding = [kind == "sliding_attention" for kind in types]
-    elif family.startswith("gemma"):
-        pattern = int(c.get("_sliding_window_pattern", c["sliding_window_pattern"]))
-        sliding = [(i + 1) % pattern != 0 for i in range(count)]
-    elif family.startswith("qwen"):
-        sliding = [i >= int(c.get("max_window_layers", 28)) for i in range(count)]
-    else:
+    if family in ("mistral", "phi3", "qwen3_moe"):  # these do not read layer_types
         sliding = [True] * count
-    if len(sliding) != count:
-        raise CheckpointError(f"layer_types must name {count} layers, got {len(sliding)}")
+    elif types is not None:
+        kinds = ("full_attention", "sliding_attention")
+        if len(types) != count or not all(kind in kinds for kind in types):
+            raise ValueError(
+                f"layer_types must name {count} layers' kinds, each one of {', '.join(kinds)}; got {types}"
+            )
+        sliding = [kind == "sliding_attention" for kind in types]
+    elif qwen:
+        sliding = [i >= int(c["max_window_layers"]) for i in range(count)]
+    else:
+        sliding = [(i + 1) % int(c["sliding_window_pattern"]) != 0 for i in range(count)]
     return [int(window) if s else None for s in sliding]
 
 
 def _ropes(
-    family: str, c: dict[str, Any], windows: list[int | None], context: int
+    family: str, c: dict[str, Any], windows: list[int | None]
 ) -> tuple[tuple[Rope, ...], list[int]]:
     """The distinct rotary embeddings and which of them each layer uses (Gemma 3: other ones in sliding layers)."""
-    theta = float(c.get("rope_theta", 10000.0))
+    theta, context = float(c.get("rope_theta") or 10000.0), int(c["max_position_embeddings"])
     fields = c.get("rope_parameters") or c.get("rope_scaling") or {}
     if family != "gemma3_text":
-        return (_rope(fields, theta, context),), [0] * len(windows)
-    if "full_attention" in fields:
-        full = _rope(fields["full_attention"], theta, context)
-        local = _rope(fields["sliding_attention"], 10000.0, context)
-    else:
-        full = _rope(fields, theta, context)
-        local = Rope(theta=float(c["rope_local_base_freq"]))
-    return (full, local), [0 if window is None else 1 for window in windows]
+        rope = _rope(fields, theta, context)
+        if family == "phi3" and rope.kind != "default":
+            raise ValueError(f"rope type of phi3 must be default, got {rope.kind!r}")
+        return (rope,), [0] * len(windows)
+    local = {"rope_theta": c["rope_local_base_freq"]}
+    if "full_attention" in fields or "sliding_attention" in fields:
+        local |= fields.get("sliding_attention") or {}
+        fields = fields.get("full_attention") or {}
+    ropes = (_rope(fields, theta, context), _rope(local, theta, context))
+    return ropes, [0 if window is None else 1 for window in windows]
+
+
+# Fields that a rope type reads: those it must have, those it may have.
+ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
+    "yarn": (
+        {"factor"},
+        {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},
+    ),
+}
+ROPE_COMMON = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+ROPE_COMMON |= {"partial_rotary_factor"}
+
+
+def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
+    """One rotary embedding from `rope_scaling` or an entry of `rope_parameters`; both spellings of the type."""
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in ROPE_FIELDS:
+        raise ValueError(f"rope type must be one of {', '.join(ROPE_FIELDS)}; got {kind!r}")
+    needed, optional = ROPE_FIELDS[kind]
+    given = {name: value for name, value in fields.items() if value is not None}
+    if missing := needed - given.keys():
+        raise ValueError(f"rope type {kind}: missing fields {', '.join(sorted(missing))}")
+    if unknown := given.keys() - ROPE_COMMON - needed - optional:
+        raise ValueError(f"rope type {kind}: unknown fields {', '.join(sorted(unknown))}")
+    numbers = {
+        name: float(value)
+        for name, value in given.items()
+        if name in needed | optional and name != "truncate"
+    }
+    scaled = kind in ("llama3", "yarn")
+    return Rope(
+        theta=float(given.get("rope_theta", theta)),
+        kind=kind,
+        original_length=int(
+            given.get("original_max_position_embeddings", context) if scaled else 0
+        ),
+        truncate=bool(given.get("truncate", True)),
+        **numbers,
+    )
 
 
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`, of the index where there is one.
 
     Each read opens its shard anew: the pages of an open map would count as the process's memory until the end.
+
+    Args:
+      folder: where the files lie.
+      vision: whether this is a multimodal model, of which the text part is wanted.
+
+    Raises:
+      CheckpointError: no weights, or files that are missing, damaged, pickled or quantised; all of them are named.
     """
 
-    def __init__(self, folder: Path):
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [folder / name for name in names]
-        else:
-            files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-                raise CheckpointError(
-                    f"{folder}: pickled weights can run code when opened and are refused. Convert them: "
-                    "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out) writes safetensors"
-                )
-            raise CheckpointError(f"{folder}: expected *.safetensors, found none")
-        self._file: dict[str, Path] = {}
+    def __init__(self, folder: Path, *, vision: bool = False):
+        self._place: dict[str, tuple[Path, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in files:
+        problems = []
+        for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="np") as file:
-                    for name in file.keys():
-                        self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                        self._file[name] = path
+                    for stored in file.keys():  # noqa: SIM118 (not a mapping)
+                        name = _text_name(stored) if vision else stored
+                        if name is None:
+                            continue
+                        view = file.get_slice(stored)
+                        if view.get_dtype() not in FLOATS:
+                            problems.append(
+                                f"{path.name}: tensor {stored} must be one of {', '.join(FLOATS)}; "
+                                f"got {view.get_dtype()} (quantised safetensors are not supported)"
+                            )
+                        if name in self.shapes:
+                            problems.append(f"tensor {name} is there twice, again in {path.name}")
+                        self.shapes[name] = tuple(view.get_shape())
+                        self._place[name] = (path, stored)
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path}: missing, truncated or not a safetensors file: {error}"
-                ) from error
+                state = "truncated, damaged or no safetensors file" if path.is_file() else "missing"
+                problems.append(f"{path.name} is {state}: {error}")
+        if problems:
+            raise CheckpointError("\n  ".join([f"{folder}: unusable weights", *problems]))
 
-    def read(self, name: str) -> np.ndarray:
-        with safe_open(self._file[name], framework="np") as file:
-            return file.get_tensor(name)
+    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
+        path, stored = self._place[name]
+        with safe_open(path, framework="np") as file:
+            return file.get_slice(stored)[rows]
 
 
-def load_folder(folder: Path, dtype: jnp.dtype | None) -> Transformer:
-    """A Hugging Face folder as a `Transformer`; dtype None keeps float32 on CPU and takes bfloat16 elsewhere."""
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise CheckpointError(f"{folder}: expected config.json, found none")
+def _text_name(name: str) -> str | None:
+    """The text model's name of a multimodal model's tensor; None for the parts that see."""
+    if name.startswith(VISION_PREFIXES):
+        return None
+    for prefix in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+    return name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+            raise CheckpointError(f"{index}: expected weight_map from tensors to files beside it")
+        return [folder / name for name in sorted(names)]
+    # other files of the kind may lie beside the model's
+    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: expected *.safetensors, found none. Pickled weights (*.bin, *.pth) can run code when opened and "
+            "are refused. Convert them: "
+            "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out) writes safetensors"
+        )
+    return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+      CheckpointError: it is not there or holds something else.
+    """
     try:
-        raw = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{config_file}: not valid JSON: {error}") from error
-    config = parse_config(raw, str(config_file))
-    return load_parameters(config, SafetensorsFolder(folder), dtype, str(folder))
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: expected {path.name}, found none") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def load_folder(folder: Path, dtype: jnp.dtype) -> Transformer:
+    """A Hugging Face folder as a `Transformer`.
+
+    Raises:
+      CheckpointError: see `parse_config`, `SafetensorsFolder` and `load_parameters`.
+    """
+    raw = read_json(folder / "config.json")
+    config = parse_config(raw, str(folder / "config.json"))
+    file = SafetensorsFolder(folder, vision=raw["model_type"] == "gemma3")
+    return load_parameters(config, file, dtype, str(folder))

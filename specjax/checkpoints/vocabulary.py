@@ -8,8 +8,14 @@ from specjax.checkpoints.tokenizer import load_tokenizer
 def check_same_tokens(target: Any, draft: Any) -> None:
     """Refuses a draft model over other tokens than the target's.
 
-    Models loaded from checkpoints remember their source; where both have a tokenizer there, the texts of the ids are
-    compared. Without texts, equal vocabulary sizes are taken on trust and unequal ones refused.
+    Models loaded from checkpoints remember their source; where both have a tokenizer there, the
+    texts of the ids that both know are compared: one vocabulary may be longer, as families pad
+    theirs differently. Without texts, equal vocabulary sizes are taken on trust and unequal ones
+    refused.
+
+    Args:
+      target: a model with a `vocab_size`, and a `source` where it was loaded from one.
+      draft: likewise.
 
     Raises:
       ValueError: the vocabularies differ, or cannot be compared.
@@ -27,13 +33,15 @@ def check_same_tokens(target: Any, draft: Any) -> None:
             "and no tokenizers to show that the shared ids mean the same texts"
         )
     different = [
-        (i, a, b) for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b
+        (i, a, b)
+        for i, (a, b) in enumerate(zip(*texts, strict=False))
+        if a != b and a is not None and b is not None
     ]
     if different:
         i, a, b = different[0]
         raise ValueError(
-            f"a draft model needs the target's vocabulary, but {len(different)} ids mean other texts (sizes {sizes}): "
-            f"the first is {i}, {a!r} to the target and {b!r} to the draft"
+            f"a draft model needs the target's vocabulary, but {len(different)} ids mean other "
+            f"texts (sizes {sizes}): the first is {i}, {a!r} to the target and {b!r} to the draft"
         )
 
 
@@ -41,6 +49,8 @@ def _texts(source: str | None) -> list[str | None] | None:
     if source is None:
         return None
     try:
-        return load_tokenizer(source).token_texts()
+        texts = load_tokenizer(source).token_texts()
     except (OSError, ValueError):
         return None
+    # GGUF writes a space in SentencePiece's user-defined tokens as it is, tokenizer.json as "▁"
+    return [text and text.replace(" ", "▁") for text in texts]

@@ -1,11 +1,11 @@
 """From the tensors of a file to the parameters of a `Transformer`.
 
-Every file format presents its tensors under Hugging Face's names and shapes (`TensorFile`); one map, `parameter_parts`, says
-which of them make up which parameter. Names and shapes are all checked before the first tensor is read, and every problem is
-reported at once.
+Every file format presents its tensors under Hugging Face's names and shapes (`TensorFile`); one table, `parameter_parts`, says
+which of them make up which parameter. Names, shapes and types are all checked before the first tensor is read, and every
+problem is reported at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,140 +17,114 @@ from flax import nnx
 from specjax.models.config import TransformerConfig
 from specjax.models.transformer import Transformer
 
+READ = 1 << 21  # elements of a tensor that are in memory at a time
+TILE = 128  # rows that are transposed at a time: few enough for the processor's cache
+LISTED = 40  # problems of one kind that a message spells out
+EVERYTHING = slice(None)
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as it is; the message names every problem found."""
 
 
 class TensorFile(Protocol):
-    """Named tensors in Hugging Face's names and shapes."""
+    """Named tensors of floating point numbers, in Hugging Face's names and shapes."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
+        """Some rows (of the first dimension) of a tensor."""
+        ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the file, and where it goes in a parameter.
+    """Where one tensor of the file, or a range of its rows, goes in a parameter.
 
     Attributes:
       name: in Hugging Face's layout.
-      shape: expected in the file.
+      shape: of the whole tensor in the file.
       index: which part of the parameter it fills.
-      place: from the file's array to that part's shape.
+      columns: False: the same numbers in the same order. True: the file has [out, in] and the parameter [in, ...], so that
+        rows become columns; the dimensions after the first are, flattened, the file's rows.
+      rows: first and last (exclusive) row of the tensor that are meant; None means all.
+      add: a constant added to every entry, in float32.
     """
 
     name: str
     shape: tuple[int, ...]
     index: tuple = ()
-    place: Callable[[np.ndarray], np.ndarray] = lambda x: x
-
-
-def _transpose(x: np.ndarray) -> np.ndarray:
-    return x.T
+    columns: bool = False
+    rows: tuple[int, int] | None = None
+    add: float = 0.0
 
 
 def _attention(config: TransformerConfig, at: str) -> Iterator[tuple[str, list[Part]]]:
     width, heads, head = config.hidden_size, config.num_kv_heads, config.head_dim
     group = config.num_heads // heads
-    everything = slice(None)
-
-    def rows(x: np.ndarray) -> np.ndarray:  # [heads * ... * head, D] -> [D, heads, ..., head]
-        y = x.T.reshape(width, heads, -1, head)
-        return y if y.shape[2] > 1 else y[:, :, 0]
-
-    def queries(x: np.ndarray) -> np.ndarray:
-        return x.T.reshape(width, heads, group, head)
-
-    fused = config.family == "phi3"
-    if fused:  # rows: all queries, then all keys, then all values
-
-        def fuse(x: np.ndarray) -> np.ndarray:
-            q, k, v = np.split(x, [heads * group * head, heads * (group + 1) * head])
-            return np.concatenate([queries(q), rows(k)[:, :, None], rows(v)[:, :, None]], axis=2)
-
-        shape = (heads * (group + 2) * head, width)
-        yield "qkv", [Part(f"{at}.qkv_proj.weight", shape, (), fuse)]
+    mixed = heads * group * head
+    # What the third dimension of `qkv`, [D, Hkv, G + 2, Dh], holds: name, place, rows in the file
+    places = [
+        ("q", slice(0, group), mixed),
+        ("k", group, heads * head),
+        ("v", group + 1, heads * head),
+    ]
+    if (
+        config.family == "phi3"
+    ):  # one tensor: the rows of all queries, then all keys, then all values
+        shape, parts, start = (sum(rows for _, _, rows in places), width), [], 0
+        for _, place, rows in places:
+            index = (EVERYTHING, EVERYTHING, place)
+            name = f"{at}.qkv_proj.weight"
+            parts.append(Part(name, shape, index, True, (start, start + rows)))
+            start += rows
+        yield "qkv", parts
     else:
-        index = {"q": slice(0, group), "k": group, "v": group + 1}
-        sizes = {"q": heads * group * head, "k": heads * head, "v": heads * head}
         yield (
             "qkv",
             [
-                Part(
-                    f"{at}.{x}_proj.weight",
-                    (sizes[x], width),
-                    (everything, everything, index[x]),
-                    queries if x == "q" else rows,
-                )
-                for x in "qkv"
+                Part(f"{at}.{x}_proj.weight", (rows, width), (EVERYTHING, EVERYTHING, place), True)
+                for x, place, rows in places
             ],
         )
-        if config.qkv_bias:
-
-            def bias(x: np.ndarray) -> np.ndarray:
-                y = x.reshape(heads, -1, head)
-                return y
-
-            yield (
-                "qkv_bias",
-                [
-                    Part(f"{at}.q_proj.bias", (sizes["q"],), (everything, index["q"]), bias),
-                    *(
-                        Part(
-                            f"{at}.{x}_proj.bias",
-                            (sizes[x],),
-                            (everything, index[x]),
-                            lambda y: y.reshape(heads, head),
-                        )
-                        for x in "kv"
-                    ),
-                ],
-            )
-    mixed = heads * group * head
-    yield "output", [Part(f"{at}.o_proj.weight", (width, mixed), (), _transpose)]
+    if config.qkv_bias:
+        yield (
+            "qkv_bias",
+            [
+                Part(f"{at}.{x}_proj.bias", (rows,), (EVERYTHING, place))
+                for x, place, rows in places
+            ],
+        )
+    yield "output", [Part(f"{at}.o_proj.weight", (width, mixed), (), True)]
     if config.output_bias:
         yield "output_bias", [Part(f"{at}.o_proj.bias", (width,))]
 
 
 def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Part], list[Part]]:
     """Parts of gate_up [D, 2, F] and of down [F, D]; `index` selects an expert in front."""
-    both = [
-        Part(f"{at}.{x}_proj.weight", (hidden, width), (*index, slice(None), i), _transpose)
+    gate_up = [
+        Part(f"{at}.{x}_proj.weight", (hidden, width), (*index, EVERYTHING, i), True)
         for i, x in enumerate(("gate", "up"))
     ]
-    return both, [Part(f"{at}.down_proj.weight", (width, hidden), index, _transpose)]
+    return gate_up, [Part(f"{at}.down_proj.weight", (width, hidden), index, True)]
 
 
 def _mlp(config: TransformerConfig, at: str, experts: bool) -> Iterator[tuple[str, list[Part]]]:
-    width = config.hidden_size
+    width, hidden = config.hidden_size, config.mlp_size
     if experts:
-        yield (
-            "router",
-            [Part(f"{at}.gate.weight", (config.num_experts, width), (), _transpose)],
-        )
-        both, down = [], []
-        for e in range(config.num_experts):
-            b, d = _gated(f"{at}.experts.{e}", width, config.expert_size, (e,))
-            both += b
-            down += d
-        yield "gate_up", both
-        yield "down", down
-        return
-    hidden = config.mlp_size
-    both, down = _gated(at, width, hidden)
-    if config.family == "phi3":
-        both = [
-            Part(
-                f"{at}.gate_up_proj.weight",
-                (2 * hidden, width),
-                (),
-                lambda x: x.T.reshape(width, 2, hidden),
-            )
+        yield "router", [Part(f"{at}.gate.weight", (config.num_experts, width), (), True)]
+        pairs = [
+            _gated(f"{at}.experts.{e}", width, config.expert_size, (e,))
+            for e in range(config.num_experts)
         ]
-    yield "gate_up", both
+        yield "gate_up", [part for gate_up, _ in pairs for part in gate_up]
+        yield "down", [part for _, down in pairs for part in down]
+        return
+    gate_up, down = _gated(at, width, hidden)
+    if config.family == "phi3":  # one tensor, the rows of the gate first
+        gate_up = [Part(f"{at}.gate_up_proj.weight", (2 * hidden, width), (), True)]
+    yield "gate_up", gate_up
     yield "down", down
     if config.mlp_bias:
         yield (
@@ -163,19 +137,18 @@ def _mlp(config: TransformerConfig, at: str, experts: bool) -> Iterator[tuple[st
 def parameter_parts(config: TransformerConfig) -> dict[str, list[Part]]:
     """For each parameter, by its path in the module, the tensors that make it up."""
     width, vocab = config.hidden_size, config.vocab_size
-    gemma = config.family.startswith("gemma")
-    plus_one = (lambda x: x + np.float32(1)) if gemma else (lambda x: x)
+    add = 1.0 if config.family.startswith("gemma") else 0.0  # Gemma's norms multiply by 1 + weight
 
     def norm(name: str, size: int = width) -> list[Part]:
-        return [Part(f"{name}.weight", (size,), (), plus_one)]
+        return [Part(f"{name}.weight", (size,), add=add)]
 
     parts: dict[str, list[Part]] = {"norm.weight": norm("model.norm")}
-    embedding = Part("model.embed_tokens.weight", (vocab, width))
+    table = Part("model.embed_tokens.weight", (vocab, width))
     if config.tied:
-        parts["head"] = [Part(embedding.name, embedding.shape, (), _transpose)]
+        parts["head"] = [Part(table.name, table.shape, (), True)]
     else:
-        parts["embedding"] = [embedding]
-        parts["head"] = [Part("lm_head.weight", (vocab, width), (), _transpose)]
+        parts["embedding"] = [table]
+        parts["head"] = [Part("lm_head.weight", (vocab, width), (), True)]
     for i, layer in enumerate(config.layers):
         here, there = f"layers[{i}]", f"model.layers.{i}"
         for name, pieces in _attention(config, f"{there}.self_attn"):
@@ -203,53 +176,102 @@ def _ignored(name: str, config: TransformerConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
-def check_tensors(config: TransformerConfig, shapes: dict[str, tuple[int, ...]], where: str):
+def check_tensors(
+    config: TransformerConfig, shapes: dict[str, tuple[int, ...]], where: str
+) -> None:
     """Raises `CheckpointError` with every missing, unknown and misshapen tensor."""
     expected = {p.name: p.shape for ps in parameter_parts(config).values() for p in ps}
-    problems = []
-    for name, shape in expected.items():
-        if name not in shapes:
-            problems.append(f"missing tensor {name}, expected shape {shape}")
-        elif tuple(shapes[name]) != shape:
-            problems.append(f"tensor {name}: expected shape {shape}, got {tuple(shapes[name])}")
-    for name in shapes.keys() - expected.keys():
-        if not _ignored(name, config):
-            problems.append(f"unknown tensor {name} of shape {tuple(shapes[name])}")
-    if problems:
-        listed = "\n  ".join(sorted(problems)[:40])
-        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
-        raise CheckpointError(f"{where}: {len(problems)} problems\n  {listed}{more}")
+    missing = [
+        f"missing tensor {name}, expected shape {shape}"
+        for name, shape in expected.items()
+        if name not in shapes
+    ]
+    misshapen = [
+        f"tensor {name}: expected shape {shape}, got {tuple(shapes[name])}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    unknown = [
+        f"unknown tensor {name} of shape {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name not in expected and not _ignored(name, config)
+    ]
+    count = len(missing) + len(misshapen) + len(unknown)
+    if count:
+        lines = []
+        for kind in (missing, misshapen, unknown):
+            lines += kind[:LISTED]
+            if len(kind) > LISTED:
+                lines.append(f"and {len(kind) - LISTED} more like the last")
+        problems = "1 problem" if count == 1 else f"{count} problems"
+        raise CheckpointError("\n  ".join([f"{where}: {problems} with {config.family}:", *lines]))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that begins at a multiple of 64 bytes: JAX on CPU then takes it over without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _blocks(view: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Cuts [D, ..., n] into [D, up to TILE], in the order of the flattened dimensions after the first."""
+    inner, row = view.shape[-1], 0
+    for at in np.ndindex(*view.shape[1:-1]):
+        for start in range(0, inner, TILE):
+            block = view[(EVERYTHING, *at, slice(start, start + TILE))]
+            yield row, block
+            row += block.shape[1]
+
+
+def _fill(view: np.ndarray, part: Part, file: TensorFile) -> None:
+    """Writes one part in its place, reading at most some `READ` elements at a time."""
+    first, last = part.rows or (0, part.shape[0])
+    many = max(TILE, READ // max(1, int(np.prod(part.shape[1:]))))
+    if len(part.shape) == 1:
+        values = file.read(part.name)
+        if part.add:
+            values = values.astype(np.float32) + np.float32(part.add)
+        view[...] = values.reshape(view.shape)
+    elif not part.columns:
+        for start in range(0, last - first, many):
+            stop = min(start + many, last - first)
+            view[start:stop] = file.read(part.name, slice(first + start, first + stop))
+    else:
+        start = stop = 0
+        values = np.empty(0)
+        for row, block in _blocks(view):
+            end = row + block.shape[1]
+            if end > stop:
+                start, stop = row, min(max(row + many, end), last - first)
+                values = file.read(part.name, slice(first + start, first + stop))
+            block[...] = values[row - start : end - start].T
 
 
 def load_parameters(
     config: TransformerConfig, file: TensorFile, dtype: jnp.dtype, where: str
 ) -> Transformer:
-    """A `Transformer` filled from a file, parameter by parameter.
+    """A `Transformer` filled from a file, tensor by tensor.
 
-    The largest parameters come first, while little else is in memory: the peak stays near the model's own size.
+    Host memory holds the parameter in the making and a few megabytes of the file; on CPU the parameter itself becomes the
+    JAX array, so the peak is the model's own size.
+
+    Raises:
+      CheckpointError: tensors are missing, unknown or of the wrong shape.
     """
     check_tensors(config, file.shapes, where)
     parts = parameter_parts(config)
     abstract = jax.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    filled: list[jax.Array | None] = [None] * len(leaves)
-    by_size = sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size)
-    for i in by_size:
-        path, leaf = leaves[i]
+    filled: list[jax.Array] = []
+    for path, leaf in leaves:
         name = jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value")
-        pieces = parts[name]
-        buffer = np.empty(leaf.shape, leaf.dtype)
-        for part in pieces:
-            tensor = file.read(part.name)
-            if not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype != jnp.bfloat16:
-                raise CheckpointError(
-                    f"{where}: tensor {part.name} must hold floats, got {tensor.dtype}; "
-                    "quantised safetensors are not supported"
-                )
-            if leaf.dtype == np.float32:  # norms of bf16 models: widen before anything is added
-                tensor = tensor.astype(np.float32, copy=False)
-            buffer[part.index or ...] = part.place(tensor)
-            del tensor
-        filled[i] = jax.block_until_ready(jnp.asarray(buffer))
+        buffer = _aligned(leaf.shape, leaf.dtype)
+        for part in parts.pop(name):
+            _fill(buffer[part.index or ...], part, file)
+        filled.append(jax.block_until_ready(jax.device_put(buffer, may_alias=True)))
         del buffer
+    if parts:  # a mistake in the table above: these tensors would be dropped in silence
+        raise RuntimeError(f"no parameter takes {', '.join(parts)}")
     return jax.tree_util.tree_unflatten(structure, filled)

@@ -122,8 +122,6 @@ class NoDrafter:
     def propose(self, target: Target, state: None, context: Context) -> tuple[Proposal, None]:
         batch = context.length.shape[0]
         return (
-            Proposal(
-                tokens=jnp.zeros((batch, 0), jnp.int32), length=jnp.zeros(batch, jnp.int32)
-            ),
+            Proposal(tokens=jnp.zeros((batch, 0), jnp.int32), length=jnp.zeros(batch, jnp.int32)),
             None,
         )

@@ -3,6 +3,7 @@
 B rows, N drafted tokens, T observed tokens, V the target's vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ class DraftModel:
         shift = jnp.arange(size + 1) + (1 - early)[:, None]
         window = jnp.take_along_axis(window, jnp.minimum(shift, size), axis=1)
         positions = first[:, None] + jnp.arange(size + 1, dtype=jnp.int32)
-        start = state.cache.replace(length=first)
+        start = state.cache.rewind(first)
 
         def catch_up(_):
             return self.model(window, positions, start).block
@@ -113,7 +114,7 @@ class DraftModel:
             lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing),
             None,
         )
-        cache = start.replace(length=jnp.where(behind, first, known))
+        cache = start.rewind(jnp.where(behind, first, known))
         newest = jnp.take_along_axis(tokens, jnp.maximum(count[:, None] - 1, 0), axis=1)[:, 0]
         return DraftModelState(
             cache=cache.commit(block, jnp.where(behind, early + count, 0)),
@@ -130,7 +131,7 @@ class DraftModel:
         count = length - start  # 2, or 1 for a row of one token
         window_at = start[:, None] + jnp.arange(2, dtype=jnp.int32)
         window = jnp.take_along_axis(context.tokens, window_at, axis=1)
-        cache = state.cache.replace(length=start)
+        cache = state.cache.rewind(start)
         output = self.model(window, window_at, cache)
         cache = cache.commit(output.block, count)
         logits = jnp.take_along_axis(output.logits, (count - 1)[:, None, None], axis=1)
@@ -158,17 +159,14 @@ class DraftModel:
 
         token, log_q = choose(logits, context.seen, 0)
         carry = (cache, token, see(context.seen, token))
-        (cache, _, _), (tokens, log_qs) = jax.lax.scan(
-            step, carry, jnp.arange(1, self.num_draft)
-        )
+        (cache, _, _), (tokens, log_qs) = jax.lax.scan(step, carry, jnp.arange(1, self.num_draft))
         tokens = jnp.concatenate([token[None], tokens]).T
-        if log_q is not None:
+        if log_q is not None and log_qs is not None:
             log_q = jnp.moveaxis(jnp.concatenate([log_q[None], log_qs]), 0, 1)
         proposal = Proposal(
             tokens=tokens,
             length=jnp.clip(self.model.context_length - length, 0, self.num_draft),
             log_q=log_q,
         )
-        return proposal, state.replace(
-            cache=cache.replace(length=length), written=tokens[:, : self.num_draft - 1]
-        )
+        written = tokens[:, : self.num_draft - 1]
+        return proposal, replace(state, cache=cache.rewind(length), written=written)

@@ -3,7 +3,6 @@
 B rows, T block tokens, S cache slots, Hkv key/value heads, G query heads per key/value head, Dh head width, D model width.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
@@ -99,9 +98,7 @@ class Attention(nnx.Module):
     three and the Hkv axis can still be split over devices.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs):
         heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         width, head_dim = config.hidden_size, config.head_dim
         self.qkv = matrix(rngs, width, heads, group + 2, head_dim, dtype=dtype)
@@ -131,9 +128,7 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         cos, sin = (a[:, None, None] for a in angles)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0]
-        mixed = attend(
-            query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap
-        )
+        mixed = attend(query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap)
         mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(*x.shape[:2], -1)
         bias = None if self.output_bias is None else self.output_bias[...]
         return project(mixed, self.output[...], bias), key, value

@@ -5,6 +5,8 @@ separate arrays per layer, [B, Hkv, S, Dh]: the decode products then run over co
 array in place inside a loop.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -63,6 +65,10 @@ class Cache:
     def slots(self) -> int:
         return self.keys[0].shape[2]
 
+    def rewind(self, length: Array) -> "Cache":
+        """The same slots read up to another length, int32[B]: back over drafts, or forward over what was written."""
+        return replace(self, length=length)
+
     def commit(self, block: Block, count: Array, path: Array | None = None) -> "Cache":
         """Appends the accepted rows of a block.
 
@@ -84,11 +90,12 @@ class Cache:
             new = new.astype(old.dtype)
             if old.shape[0] == 1:  # a plain slice update; the batched form below is a scatter
                 return jax.lax.dynamic_update_slice(old, new, (0, 0, self.length[0], 0))
-            return jax.vmap(
-                lambda o, n, start: jax.lax.dynamic_update_slice(o, n, (0, start, 0))
-            )(old, new, self.length)
+            return jax.vmap(lambda o, n, start: jax.lax.dynamic_update_slice(o, n, (0, start, 0)))(
+                old, new, self.length
+            )
 
-        return self.replace(
+        return replace(
+            self,
             keys=tuple(map(write, self.keys, block.keys)),
             values=tuple(map(write, self.values, block.values)),
             length=self.length + count,

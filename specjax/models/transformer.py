@@ -35,9 +35,10 @@ class Output:
 class Target(Protocol):
     """All that decoding knows of a model. Any pytree that answers these four can be a target or a draft.
 
-    The cache is the model's own affair: `init_cache` returns a pytree with an int32[B] `length` and a method
-    `commit(block, count, path=None)` that appends `count` rows of the block a call returned (see `models.cache.Cache`;
-    a model without memory needs no more than the length). A call reads the cache and never writes it.
+    The cache is the model's own affair: `init_cache` returns a pytree with an int32[B] `length`, a method
+    `commit(block, count, path=None)` that appends `count` rows of the block a call returned and, for draft models, a
+    method `rewind(length)`; a block has a method `pad(width)` that makes blocks of several widths one shape. See
+    `models.cache`; a model without memory needs no more than the length. A call reads the cache and never writes it.
     """
 
     @property
@@ -62,9 +63,7 @@ class Target(Protocol):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward with residuals; Gemma's second pair of norms where configured."""
 
-    def __init__(
-        self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps)
 

@@ -1,0 +1,331 @@
+"""What speculation costs and gains, on this machine, in one run.
+
+python scripts/benchmark.py --prompts prompts.jsonl --json results.json
+
+Speeds are ratios of measurements taken in turn in one process: the machines are shared, and absolute figures drift.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from common import describe_device, use_compilation_cache
+from peers import PEERS, Engine
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import specjax
+from specjax.decoding import decode, ladder, prefill
+from specjax.drafters.base import Context, NoDrafter, Proposal
+from specjax.generate import prepare
+
+console = Console(highlight=False)
+Section = Literal["curve", "plain", "workloads", "compile"]
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Benchmark speculative decoding.
+
+    Attributes:
+      target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
+      sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `workloads` (n-gram
+        drafts by workload, greedy and at temperature 1), `compile` (first call, second process).
+      prompts: JSON lines with `workload` and `turns` or `prompt`.
+      limit: prompts per workload at most.
+      max_new_tokens: per prompt.
+      repeats: measurements per figure; medians are reported.
+      json: write every figure to this file.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    sections: tuple[Section, ...] = ("curve", "plain", "workloads", "compile")
+    prompts: Path = HERE / "prompts.jsonl"
+    limit: int = 8
+    max_new_tokens: int = 128
+    repeats: int = 3
+    json: Path | None = None
+
+
+class Width(NoDrafter):
+    """Proposes `width - 1` tokens at no cost: isolates what a round costs beside the target's pass."""
+
+    def __init__(self, width: int, widest: int):
+        self.width, self.widest = width, widest
+
+    @property
+    def num_draft(self) -> int:
+        return self.widest - 1
+
+    def propose(self, target, state, context: Context) -> tuple[Proposal, None]:
+        batch = context.length.shape[0]
+        return (
+            Proposal(
+                tokens=jnp.zeros((batch, self.num_draft), jnp.int32),
+                length=jnp.full(batch, self.width - 1, jnp.int32),
+            ),
+            None,
+        )
+
+
+jax.tree_util.register_pytree_node(
+    Width, lambda w: ((), (w.width, w.widest)), lambda aux, _: Width(*aux)
+)
+
+
+@partial(jax.jit, static_argnames=("width", "passes"), donate_argnames="cache")
+def isolated_passes(target, cache, tokens, width: int, passes: int):
+    """`passes` bare target passes of `width` tokens, each committed by one token."""
+
+    def step(_, carry):
+        cache, tokens = carry
+        positions = cache.length[:, None] + jnp.arange(width)
+        out = target(tokens, positions, cache)
+        cache = cache.commit(out.block, jnp.ones_like(cache.length))
+        return cache, jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, passes, step, (cache, tokens))
+
+
+def measure_curve(target: Any, repeats: int, slots: int = 512, passes: int = 30) -> dict[str, Any]:
+    """Milliseconds of a bare pass and of a whole round, by width, taken in turn."""
+    widths = ladder(15)
+    bare: dict[int, list[float]] = defaultdict(list)
+    whole: dict[int, list[float]] = defaultdict(list)
+    prompt = [1] * 100
+    for attempt in range(repeats + 1):  # the first compiles
+        for width in widths:
+            cache = target.init_cache(1, slots)
+            cache = cache.replace(length=cache.length + 100)
+            tokens = jnp.ones((1, width), jnp.int32)
+            began = time.perf_counter()
+            jax.block_until_ready(isolated_passes(target, cache, tokens, width, passes))
+            bare_time = (time.perf_counter() - began) / passes
+            drafter, state, chunk = prepare(
+                target,
+                [prompt],
+                drafter=Width(width, widths[-1]),
+                max_new_tokens=slots - 130,
+                sampling=specjax.Sampling(),
+                key=0,
+                stop_token_ids=(),
+            )
+            state = jax.block_until_ready(prefill(target, drafter, state, chunk))
+            began = time.perf_counter()
+            jax.block_until_ready(decode(target, drafter, state, passes))
+            whole_time = (time.perf_counter() - began) / passes
+            if attempt:
+                bare[width].append(1e3 * bare_time)
+                whole[width].append(1e3 * whole_time)
+    result = {"slots": slots, "pass_ms": {}, "round_ms": {}}
+    table = Table(
+        "width", "pass, ms", "relative", "round, ms", "round / pass", title="Verify curve"
+    )
+    base = float(np.median(bare[1]))
+    for width in widths:
+        one, full = float(np.median(bare[width])), float(np.median(whole[width]))
+        result["pass_ms"][width], result["round_ms"][width] = one, full
+        table.add_row(
+            str(width), f"{one:.2f}", f"{one / base:.2f}", f"{full:.2f}", f"{full / one:.3f}"
+        )
+    console.print(table)
+    return result
+
+
+def measure_plain(target: Any, options: Options, tokenizer: specjax.Tokenizer) -> dict[str, Any]:
+    """Plain greedy decoding against the peers, one prompt, in turn."""
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Tell me a long story."}])
+    count, threads = options.max_new_tokens, os.cpu_count() or 1
+
+    def ours(prompt: list[int], count: int) -> tuple[list[int], float]:
+        out = specjax.generate(target, [prompt], max_new_tokens=count)
+        return out.tokens[0].tolist(), out.decode_seconds / count
+
+    engines: dict[str, Engine] = {"specjax": ours}
+    for name, make in PEERS.items():
+        try:
+            engines[name] = make(options.target, threads)
+        except ImportError as error:
+            console.print(f"peer {name} skipped: {error}")
+    times: dict[str, list[float]] = defaultdict(list)
+    outputs: dict[str, list[int]] = {}
+    for attempt in range(options.repeats + 1):
+        for name, engine in engines.items():
+            outputs[name], seconds = engine(prompt, count)
+            if attempt:
+                times[name].append(seconds)
+    table = Table(
+        "engine", "tokens/s", "specjax is", "same tokens", title="Plain, batch 1, float32"
+    )
+    result = {}
+    own = float(np.median(times["specjax"]))
+    for name, seconds in times.items():
+        median = float(np.median(seconds))
+        agree = next(
+            (i for i, (a, b) in enumerate(zip(outputs[name], outputs["specjax"])) if a != b),  # noqa: B905
+            count,
+        )
+        result[name] = {
+            "tokens_per_second": 1 / median,
+            "specjax_ratio": median / own,
+            "same_tokens": agree,
+        }
+        table.add_row(
+            name, f"{1 / median:.1f}", f"{median / own:.2f}x", f"first {agree} of {count}"
+        )
+    console.print(table)
+    return result
+
+
+def read_workloads(options: Options) -> dict[str, list[str]]:
+    """First turns by workload."""
+    workloads: dict[str, list[str]] = defaultdict(list)
+    for line in options.prompts.read_text().splitlines():
+        row = json.loads(line)
+        texts = workloads[row["workload"]]
+        if len(texts) < options.limit:
+            texts.append(row["turns"][0] if "turns" in row else row["prompt"])
+    return dict(workloads)
+
+
+def measure_workloads(
+    target: Any, options: Options, tokenizer: specjax.Tokenizer, temperature: float
+) -> dict[str, Any]:
+    """n-gram drafts against plain decoding by workload; every prompt plain and drafted in turn."""
+    drafter = specjax.NGram()
+    sampling = specjax.Sampling(temperature=temperature)
+    table = Table(
+        "workload",
+        "tokens",
+        "plain tokens/s",
+        "n-gram tokens/s",
+        "speed-up",
+        "tokens a pass",
+        "accepted",
+        "identical",
+        title=f"n-gram drafts, temperature {temperature:g}",
+    )
+    result = {}
+    for workload, texts in read_workloads(options).items():
+        seconds = {"plain": 0.0, "ngram": 0.0}
+        tokens = {"plain": 0, "ngram": 0}
+        emitted = rounds = drafted = accepted = 0
+        same = 0
+        for i, text in enumerate(
+            track(texts, description=workload, console=console, transient=True)
+        ):
+            prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+            runs = {}
+            for name, used in (("plain", None), ("ngram", drafter)):
+                run = partial(
+                    specjax.generate,
+                    target,
+                    [prompt],
+                    drafter=used,
+                    max_new_tokens=options.max_new_tokens,
+                    sampling=sampling,
+                    key=i,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                )
+                run()  # compiles where the prompt's bucket is new, and warms the caches
+                runs[name] = run()
+                seconds[name] += runs[name].decode_seconds
+                tokens[name] += len(runs[name].tokens[0])
+            counts = runs["ngram"].statistics
+            emitted += int(counts.emitted.sum())
+            rounds += int(counts.rounds.sum())
+            drafted += int(counts.drafted.sum())
+            accepted += int(counts.accepted.sum())
+            same += np.array_equal(runs["plain"].tokens[0], runs["ngram"].tokens[0])
+        speeds = {name: tokens[name] / seconds[name] for name in seconds}
+        result[workload] = {
+            "tokens": tokens["ngram"],
+            "plain_tokens_per_second": speeds["plain"],
+            "ngram_tokens_per_second": speeds["ngram"],
+            "speed_up": speeds["ngram"] / speeds["plain"],
+            "mean_acceptance_length": emitted / rounds,
+            "acceptance_rate": accepted / max(drafted, 1),
+            "identical": same,
+            "prompts": len(texts),
+        }
+        table.add_row(
+            workload,
+            str(tokens["ngram"]),
+            f"{speeds['plain']:.1f}",
+            f"{speeds['ngram']:.1f}",
+            f"{speeds['ngram'] / speeds['plain']:.2f}x",
+            f"{emitted / rounds:.2f}",
+            f"{accepted / max(drafted, 1):.0%}",
+            f"{same} of {len(texts)}" if temperature == 0 else "-",
+        )
+    console.print(table)
+    return result
+
+
+def measure_compile(options: Options) -> dict[str, float]:
+    """Seconds of a first drafted `generate` call in a new process: nothing compiled, and everything kept."""
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "import specjax; from common import use_compilation_cache; use_compilation_cache()\n"
+        "target = specjax.load_target(sys.argv[2])\n"
+        "began = time.perf_counter()\n"
+        "specjax.generate(target, [[1] * 40], drafter=specjax.NGram(), max_new_tokens=1)\n"
+        "print(time.perf_counter() - began)\n"
+    )
+    result = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first call", "second process"):
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(HERE), options.target],
+                env=os.environ | {"JAX_COMPILATION_CACHE_DIR": folder},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            result[name] = float(done.stdout.split()[-1])
+    table = Table("", "seconds", title="Compilation of prefill and a five-width n-gram loop")
+    for name, seconds in result.items():
+        table.add_row(name, f"{seconds:.1f}")
+    console.print(table)
+    return result
+
+
+def main(options: Options) -> None:
+    use_compilation_cache()
+    console.print(f"[bold]{options.target}[/] on {describe_device()}")
+    report: dict[str, Any] = {"target": options.target, "device": describe_device()}
+    target = specjax.load_target(options.target)
+    tokenizer = specjax.load_tokenizer(options.target)
+    if "curve" in options.sections:
+        report["curve"] = measure_curve(target, options.repeats)
+    if "plain" in options.sections:
+        report["plain"] = measure_plain(target, options, tokenizer)
+    if "workloads" in options.sections:
+        report["greedy"] = measure_workloads(target, options, tokenizer, 0.0)
+        report["temperature 1"] = measure_workloads(target, options, tokenizer, 1.0)
+    if "compile" in options.sections:
+        report["compile"] = measure_compile(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/] {error}")
+        sys.exit(1)

@@ -1,0 +1,149 @@
+"""Decodes prompts from the command line.
+
+python scripts/generate.py --target smollm2-135m-instruct --drafter ngram --prompt "What is a monad?"
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from common import describe_device, make_drafter, use_compilation_cache
+from rich.console import Console
+from rich.progress import track
+
+import specjax
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Decode prompts, plainly or speculatively.
+
+    Attributes:
+      target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
+      drafter: what proposes tokens.
+      draft_model: source of the drafter `draft-model`.
+      num_draft: tokens proposed per round at most; the drafter's own default otherwise.
+      prompt: a prompt; may be given several times.
+      prompt_file: a text file with one prompt, or JSON lines with `prompt`, `turns` or `messages`.
+      raw: continue the text as it is, without the chat template.
+      max_new_tokens: budget per prompt.
+      temperature: 0 takes the most likely token.
+      top_k: keep the k most likely tokens; 0 is off.
+      top_p: keep the most likely tokens up to this probability; 1 is off.
+      min_p: drop tokens less likely than this share of the most likely; 0 is off.
+      repetition_penalty: 1 is off.
+      seed: of the random keys.
+      json: write the results to this file.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    drafter: Literal["none", "ngram", "draft-model"] = "ngram"
+    draft_model: str | None = None
+    num_draft: int | None = None
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompt_file: Path | None = None
+    raw: bool = False
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    json: Path | None = None
+
+
+def read_prompts(options: Options) -> list[list[dict[str, str]]]:
+    """Every prompt as a conversation of user turns."""
+    texts: list[list[dict[str, str]]] = [[{"role": "user", "content": p}] for p in options.prompt]
+    if options.prompt_file is None:
+        return texts
+    content = options.prompt_file.read_text()
+    if options.prompt_file.suffix != ".jsonl":
+        return [*texts, [{"role": "user", "content": content}]]
+    for number, line in enumerate(content.splitlines(), 1):
+        row = json.loads(line)
+        if "messages" in row:
+            texts.append(row["messages"])
+        elif "turns" in row or "prompt" in row:
+            first = row["turns"][0] if "turns" in row else row["prompt"]
+            texts.append([{"role": "user", "content": first}])
+        else:
+            raise ValueError(
+                f"{options.prompt_file}:{number}: expected prompt, turns or messages, got {list(row)}"
+            )
+    return texts
+
+
+def main(options: Options) -> None:
+    use_compilation_cache()
+    conversations = read_prompts(options)
+    if not conversations:
+        raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
+    sampling = specjax.Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
+    drafter = make_drafter(options.drafter, options.num_draft, options.draft_model)
+    target = specjax.load_target(options.target)
+    tokenizer = specjax.load_tokenizer(options.target)
+    rows = []
+    for i, messages in enumerate(
+        track(conversations, console=console, disable=len(conversations) == 1)
+    ):
+        prompt = (
+            tokenizer.encode(messages[-1]["content"])
+            if options.raw
+            else tokenizer.encode_chat(messages)
+        )
+        out = specjax.generate(
+            target,
+            [prompt],
+            drafter=drafter,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            key=options.seed + i,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+        tokens, counts = out.tokens[0], out.statistics
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        print(text, flush=True)
+        rows.append(
+            {
+                "prompt_tokens": len(prompt),
+                "tokens": tokens.tolist(),
+                "text": text,
+                "rounds": int(counts.rounds[0]),
+                "drafted": int(counts.drafted[0]),
+                "accepted": int(counts.accepted[0]),
+                "accepted_per_position": counts.accepted_per_position[0].tolist(),
+                "mean_acceptance_length": counts.mean_acceptance_length,
+                "prefill_seconds": out.prefill_seconds,
+                "decode_seconds": out.decode_seconds,
+                "tokens_per_second": len(tokens) / out.decode_seconds,
+            }
+        )
+    if options.json is not None:
+        report = {
+            "target": options.target,
+            "drafter": options.drafter,
+            "device": describe_device(),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        sys.exit(1)

@@ -1,0 +1,34 @@
+"""Shared pieces: where outside material lies, and small random models."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# Tests compare numbers: on every backend, products in full float32.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def shared(*parts: str) -> Path:
+    """A path in the folder of outside material beside the checkout; skips the test where it is absent."""
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"outside material {Path(*parts)} is not beside the checkout")
+    return path
+
+
+def pytest_configure(config):
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_programs():
+    """XLA's CPU programs hold some hundred memory maps each, and Linux grants a process 65,530: give them back in time."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()

@@ -1,0 +1,121 @@
+"""Tiny random models of every supported family, made by transformers and saved as it saves them."""
+
+from pathlib import Path
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+SLIDING = ["sliding_attention", "full_attention"] * 2
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama3-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 500.0,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-raw-router": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": SLIDING,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 8, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
+}
+
+
+def save_family(name: str, folder: Path):
+    """Writes the family's tiny model to a folder and returns transformers' own model of it (float32, eager)."""
+    import torch
+    import transformers
+
+    kind, changes = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        **(COMMON | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | changes)
+    )
+    config._attn_implementation = "eager"
+    model_class = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():  # norms and biases are born as ones and zeros, which would hide mistakes
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,112 @@
+"""Law 4: after any round the caches hold what a fresh prefill of the committed tokens would hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import drafters, tiny_target
+
+from specjax import DraftModel, Sampling
+from specjax.decoding import decode, prefill
+from specjax.generate import prepare
+
+TARGET = tiny_target()
+ZOO = drafters(TARGET)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7]]
+
+
+def fresh(model, tokens, count, slots):
+    """A cache filled by one pass over the first `count` tokens of each row."""
+    batch, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    out = model(tokens, positions, model.init_cache(batch, slots))
+    return model.init_cache(batch, slots).commit(out.block, count)
+
+
+def assert_same(cache, expected):
+    np.testing.assert_array_equal(cache.length, expected.length)
+    inside = np.arange(cache.slots)[None, :] < np.asarray(expected.length)[:, None]
+    for ours, right in zip(
+        jax.tree.leaves((cache.keys, cache.values)),
+        jax.tree.leaves((expected.keys, expected.values)),
+        strict=True,
+    ):
+        mask = inside[:, None, :, None]
+        np.testing.assert_allclose(
+            np.where(mask, ours, 0), np.where(mask, right, 0), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ZOO)
+def test_cache_equals_fresh_prefill(name, temperature):
+    drafter, state, chunk = prepare(
+        TARGET,
+        PROMPTS,
+        drafter=ZOO[name],
+        max_new_tokens=30,
+        sampling=Sampling(temperature=temperature),
+        key=3,
+        stop_token_ids=[17],
+    )
+    state = prefill(TARGET, drafter, state, chunk)
+    for _ in range(9):
+        assert_same(state.cache, fresh(TARGET, state.tokens, state.length - 1, state.cache.slots))
+        if isinstance(drafter, DraftModel):
+            held = state.drafter_state.cache
+            lag = np.asarray(state.length - 1 - held.length)
+            assert ((lag == 0) | (lag == 1)).all(), lag
+            assert_same(held, fresh(drafter.model, state.tokens, held.length, held.slots))
+        state = decode(TARGET, drafter, state, 1)
+
+
+def test_cached_equals_uncached_at_every_split():
+    tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, TARGET.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
+    whole = TARGET(tokens, positions, TARGET.init_cache(2, 32))
+    for cut in range(1, 20):
+        cache = TARGET.init_cache(2, 32)
+        first = TARGET(tokens[:, :cut], positions[:, :cut], cache)
+        cache = cache.commit(first.block, jnp.full(2, cut))
+        second = TARGET(tokens[:, cut:], positions[:, cut:], cache)
+        joined = jnp.concatenate([first.logits, second.logits], axis=1)
+        np.testing.assert_allclose(joined, whole.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_loop_copies_no_cache():
+    """The whole point of a read-only cache: XLA must update it in place."""
+    drafter, state, _ = prepare(
+        TARGET,
+        PROMPTS[:1],
+        drafter=ZOO["ngram"],
+        max_new_tokens=600,
+        sampling=Sampling(),
+        key=0,
+        stop_token_ids=(),
+    )
+    shape = state.cache.keys[0].shape
+    text = decode.lower(TARGET, drafter, state, 10).compile().as_text()
+    pattern = "f32[" + ",".join(map(str, shape)) + "]"
+    assert pattern in text
+    copies = [
+        line for line in text.splitlines() if " copy(" in line and pattern in line.split("copy(")[0]
+    ]
+    assert not copies, copies[:3]
+
+
+def test_no_recompilation_within_a_bucket():
+    compiled = []
+    for prompt, temperature in (([1, 2, 3], 0.7), ([4] * 20, 0.7), ([5, 6], 1.1)):
+        drafter, state, chunk = prepare(
+            TARGET,
+            [prompt],
+            drafter=ZOO["ngram"],
+            max_new_tokens=30,
+            sampling=Sampling(temperature=temperature),
+            key=3,
+            stop_token_ids=[7],
+        )
+        state = prefill(TARGET, drafter, state, chunk)
+        decode(TARGET, drafter, state, 10)
+        compiled.append((prefill._cache_size(), decode._cache_size()))
+    assert len(set(compiled)) == 1, compiled

@@ -1,0 +1,142 @@
+"""Law 1: with any drafter, greedy output is plain greedy output, token for token. Law 3: a perfect drafter."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ReplayDrafter, bigram, drafters, tiny_target
+
+import specjax
+from specjax import DraftModel, NGram
+
+TARGET = tiny_target()
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7]]
+ZOO = drafters(TARGET)
+PLAIN = specjax.generate(TARGET, PROMPTS, max_new_tokens=40)
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_greedy_identity(name):
+    spoken = specjax.generate(TARGET, PROMPTS, drafter=ZOO[name], max_new_tokens=40)
+    same(spoken.tokens, PLAIN.tokens)
+    counts = spoken.statistics
+    assert (counts.emitted == 40).all()
+    assert (counts.accepted <= counts.drafted).all()
+    assert (counts.accepted_per_position.sum(axis=1) == counts.accepted).all()
+    assert (counts.drafted_per_position.sum(axis=1) == counts.drafted).all()
+
+
+def uncached_greedy(prompt, count):
+    """Greedy decoding without a cache, one full pass per token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = jnp.asarray([tokens + [0] * (128 - len(tokens))])
+        cache = TARGET.init_cache(1, 1)
+        out = TARGET(padded, jnp.arange(128)[None], cache)
+        tokens.append(int(jnp.argmax(out.logits[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+def test_plain_decoding_is_uncached_argmax():
+    for prompt, tokens in zip(PROMPTS, PLAIN.tokens, strict=True):
+        assert tokens.tolist() == uncached_greedy(prompt, 40)
+
+
+@pytest.mark.parametrize("lie", [0, 2, 3, 5])
+@pytest.mark.parametrize("num_draft", [1, 2, 3, 4, 7, 8])
+def test_replayed_drafts_stand_until_the_first_lie(num_draft, lie):
+    width = max(map(len, PROMPTS)) + 40
+    answer = np.zeros((len(PROMPTS), width), np.int32)
+    for row, prompt, tokens in zip(answer, PROMPTS, PLAIN.tokens, strict=True):
+        row[: len(prompt) + 40] = [*prompt, *tokens]
+    drafter = ReplayDrafter(answer=jnp.asarray(answer), num_draft=num_draft, lie=lie)
+    spoken = specjax.generate(TARGET, PROMPTS, drafter=drafter, max_new_tokens=40)
+    same(spoken.tokens, PLAIN.tokens)
+    if not lie:
+        assert (spoken.statistics.rounds == -(-40 // (num_draft + 1))).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_equal_to_the_target_gives_k_plus_one(temperature):
+    for num_draft in (1, 3, 4):
+        spoken = specjax.generate(
+            TARGET,
+            PROMPTS,
+            drafter=DraftModel(TARGET, num_draft=num_draft),
+            max_new_tokens=10 * (num_draft + 1),
+            sampling=specjax.Sampling(temperature=temperature),
+        )
+        assert (spoken.statistics.rounds == 10).all()
+        assert spoken.statistics.mean_acceptance_length == num_draft + 1
+
+
+@pytest.mark.parametrize("budget", range(8))
+def test_budget_is_met_exactly(budget):
+    for drafter in (None, NGram(num_draft=3, min_match=1), DraftModel(TARGET, num_draft=3)):
+        spoken = specjax.generate(TARGET, PROMPTS, drafter=drafter, max_new_tokens=budget)
+        same(spoken.tokens, [tokens[:budget] for tokens in PLAIN.tokens])
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_stop_token_anywhere_in_a_block_ends_the_row(at):
+    """The stop token as first token, as draft, as correction and as bonus."""
+    expected = [tokens.tolist() for tokens in PLAIN.tokens]
+    stop = expected[0][at]
+    cut = [t[: t.index(stop) + 1] if stop in t else t for t in expected]
+    unused = next(
+        i for i in range(TARGET.vocab_size) if all(i not in tokens for tokens in expected)
+    )
+    for drafter in (None, *ZOO.values()):
+        spoken = specjax.generate(
+            TARGET, PROMPTS, drafter=drafter, max_new_tokens=40, stop_token_ids=[stop, unused]
+        )
+        same(spoken.tokens, [np.asarray(t) for t in cut])
+
+
+def test_strangers_module_decodes():
+    """Any pytree that answers the protocol is a target, and a draft."""
+    target = bigram(0, 17)
+    assert isinstance(target, specjax.Target)
+    plain = specjax.generate(target, [[1], [2, 3]], max_new_tokens=30)
+    table = np.asarray(target.table)
+    token = 1
+    for got in plain.tokens[0]:
+        token = int(table[token].argmax())
+        assert got == token
+    for drafter in (NGram(num_draft=4), DraftModel(bigram(1, 17), num_draft=3)):
+        spoken = specjax.generate(target, [[1], [2, 3]], drafter=drafter, max_new_tokens=30)
+        same(spoken.tokens, plain.tokens)
+
+
+def test_streaming_gives_the_same_tokens():
+    for rounds in (1, 3):
+        pieces = list(
+            specjax.stream(TARGET, PROMPTS, drafter=ZOO["ngram"], max_new_tokens=40, rounds=rounds)
+        )
+        joined = [np.concatenate(row) for row in zip(*(p.tokens for p in pieces), strict=True)]
+        same(joined, PLAIN.tokens)
+        assert pieces[-1].done.all() and not pieces[0].done.all()
+
+
+def test_repetition_penalty_sees_the_drafts_before_it():
+    settings = specjax.Sampling(repetition_penalty=1.7)
+    plain = specjax.generate(TARGET, PROMPTS, max_new_tokens=40, sampling=settings)
+    assert any((a != b).any() for a, b in zip(plain.tokens, PLAIN.tokens, strict=True))
+    for drafter in ZOO.values():
+        spoken = specjax.generate(
+            TARGET, PROMPTS, drafter=drafter, max_new_tokens=40, sampling=settings
+        )
+        same(spoken.tokens, plain.tokens)
+    perfect = specjax.generate(
+        TARGET,
+        PROMPTS,
+        drafter=DraftModel(TARGET, num_draft=4),
+        max_new_tokens=40,
+        sampling=settings,
+    )
+    assert perfect.statistics.mean_acceptance_length == 5

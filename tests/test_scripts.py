@@ -1,0 +1,113 @@
+"""The commands, run as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import write_folder
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+def run(script: str, *arguments: object, cache: Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"SPECJAX_CACHE": str(cache), "COLUMNS": "200"},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if not code else done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """(model folder, cache folder)"""
+    root = tmp_path_factory.mktemp("commands")
+    return write_folder(root / "model"), root / "cache"
+
+
+def test_generate_writes_the_agreed_json(place, tmp_path):
+    model, cache = place
+    results = {}
+    for drafter in ("none", "ngram", "draft-model"):
+        out = tmp_path / f"{drafter}.json"
+        arguments = ["--target", model, "--drafter", drafter, "--max-new-tokens", 20, "--json", out]
+        arguments += ["--prompt", "Hello hello hello", "--prompt", "One"]
+        if drafter == "draft-model":
+            arguments += ["--draft-model", model, "--num-draft", 3]
+        text = run("generate.py", *arguments, cache=cache)
+        results[drafter] = json.loads(out.read_text())
+        assert text.strip()
+    report = results["ngram"]
+    assert set(report) == {"target", "drafter", "device", "rows"}
+    assert len(report["rows"]) == 2
+    assert set(report["rows"][0]) == {
+        "prompt_tokens",
+        "tokens",
+        "text",
+        "rounds",
+        "drafted",
+        "accepted",
+        "accepted_per_position",
+        "mean_acceptance_length",
+        "prefill_seconds",
+        "decode_seconds",
+        "tokens_per_second",
+    }
+    for plain, *others in zip(*(results[d]["rows"] for d in results), strict=True):
+        assert all(plain["tokens"] == other["tokens"] for other in others)
+    perfect = results["draft-model"]["rows"][0]
+    assert perfect["mean_acceptance_length"] > 3
+
+
+def test_generate_reads_prompt_files(place, tmp_path):
+    model, cache = place
+    rows = [
+        {"prompt": "a"},
+        {"turns": ["b", "c"]},
+        {"messages": [{"role": "user", "content": "d"}]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out.json"
+    arguments = ["--target", model, "--prompt-file", file, "--max-new-tokens", 3, "--json", out]
+    run("generate.py", *arguments, "--temperature", 0.9, "--top-p", 0.9, cache=cache)
+    assert len(json.loads(out.read_text())["rows"]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", "x", "--target", "no-such-model"], "no-such-model"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
+        ([], "no prompt"),
+        (["--prompt", "x", "--drafter", "draft-model"], "--draft-model"),
+        (["--prompt", "x", "--max-new-tokens", "100000"], "context"),
+    ],
+)
+def test_generate_names_what_is_wrong(place, arguments, message):
+    model, cache = place
+    if "--target" not in arguments:
+        arguments = [*arguments, "--target", model]
+    text = run("generate.py", *arguments, cache=cache, code=1)
+    assert message in text and "Traceback" not in text
+
+
+def test_benchmark_runs_on_a_tiny_model(place, tmp_path):
+    model, cache = place
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text(json.dumps({"workload": "echo", "prompt": "one two one two one two"}))
+    arguments = ["--target", model, "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1]
+    arguments += ["--json", out, "--sections", "curve", "workloads"]
+    run("benchmark.py", *arguments, cache=cache)
+    report = json.loads(out.read_text())
+    assert report["greedy"]["echo"]["identical"] == 1
+    curve = report["curve"]
+    assert list(map(int, curve["pass_ms"])) == [1, 2, 4, 8, 16]
+    assert np.isfinite([*curve["pass_ms"].values(), *curve["round_ms"].values()]).all()
