@@ -60,11 +60,11 @@ def test_cache_equals_fresh_prefill(name, temperature):
         state = decode(TARGET, drafter, state, 1)
 
 
-def test_cached_equals_uncached_at_every_split():
+def test_cached_equals_uncached_wherever_it_is_split():
     tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, TARGET.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
     whole = TARGET(tokens, positions, TARGET.init_cache(2, 32))
-    for cut in range(1, 20):
+    for cut in (1, 8, 9, 19):  # around the window too
         cache = TARGET.init_cache(2, 32)
         first = TARGET(tokens[:, :cut], positions[:, :cut], cache)
         cache = cache.commit(first.block, jnp.full(2, cut))
