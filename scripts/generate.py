@@ -114,7 +114,7 @@ def main(options: Options) -> None:
             stop_token_ids=tokenizer.stop_token_ids,
         )
         tokens, counts = out.tokens[0], out.statistics
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         print(text, flush=True)
         rows.append(
             {

@@ -37,7 +37,9 @@ def main() -> None:
     console.print(f"[bold]specjax {NAME}[/] on {describe_device()}")
     target, tokenizer = specjax.load_target(NAME), specjax.load_tokenizer(NAME)
     drafter = specjax.NGram()
-    table = Table("prompt", "tokens", "plain", "speculative", "speed-up", "acceptance", "identical")
+    table = Table(
+        "prompt", "tokens", "plain/s", "drafted/s", "speed-up", "tokens a pass", "identical"
+    )
     for name, text in PROMPTS.items():
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}])]
         options = {"max_new_tokens": 200, "stop_token_ids": tokenizer.stop_token_ids}
@@ -46,13 +48,10 @@ def main() -> None:
         with console.status("compiling (kept for the next time) ..."):
             for warm in (None, drafter):  # compiled before anything is timed
                 specjax.generate(target, prompts, drafter=warm, **options)
-        shown: list[int] = []
+        text = tokenizer.stream(skip_special_tokens=True)
         for piece in specjax.stream(target, prompts, drafter=drafter, **options):
-            before = tokenizer.decode(shown, skip_special_tokens=True)
-            shown += piece.tokens[0].tolist()
-            after = tokenizer.decode(shown, skip_special_tokens=True)
-            console.out(after[len(before) :], end="")
-        console.print("\n")
+            console.out(text.push(piece.tokens[0].tolist()), end="")
+        console.out(text.end(), end="\n\n")
 
         times: dict[bool, list[float]] = {False: [], True: []}
         outputs = {}
@@ -69,10 +68,10 @@ def main() -> None:
         table.add_row(
             name,
             str(count),
-            f"{count / slow:.1f} tokens/s",
-            f"{count / fast:.1f} tokens/s",
+            f"{count / slow:.1f}",
+            f"{count / fast:.1f}",
             f"{slow / fast:.2f}x",
-            f"{spoken.statistics.mean_acceptance_length:.2f} tokens a pass",
+            f"{spoken.statistics.mean_acceptance_length:.2f}",
             "yes" if same else "NO",
         )
     console.print(table)

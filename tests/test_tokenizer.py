@@ -220,7 +220,7 @@ def encoders():
     return {name: build() for name, (build, _) in KINDS.items()}
 
 
-def write(folder: Path, encoder: Tokenizer, config: dict | None = None, **files) -> Path:
+def write(folder: Path, encoder: Tokenizer, config: dict | None = None, /, **files) -> Path:
     """A folder written by hand: tokenizer.json, its config, and other JSON files by stem."""
     folder.mkdir(parents=True, exist_ok=True)
     encoder.save(str(folder / "tokenizer.json"))
@@ -507,14 +507,15 @@ CHATML = (
     "            {{- '\\n<tool_call>' + (call | tojson(indent=2)) + '</tool_call>' }}\n"
     "        {%- endfor %}\n        {{- '<|im_end|>\\n' }}\n"
     "    {%- else %}\n"
-    "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+    "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}\n"
     "    {%- endif %}\n{%- endfor %}\n"
     "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
     "    {%- if enable_thinking is defined and enable_thinking is false %}\n"
     "        {{- '<think>\\n\\n</think>\\n\\n' }}\n    {%- endif %}\n{%- endif %}\n"
 )
 LLAMA_3 = (
-    "{{- bos_token }}\n{%- if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}\n"
+    "{{- bos_token }}\n"
+    "{%- if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}\n"
     "{%- if messages[0]['role'] == 'system' %}\n"
     "    {%- set system_message = messages[0]['content'] | trim %}\n"
     "    {%- set messages = messages[1:] %}\n"
@@ -553,11 +554,13 @@ MARKED = (
     "{% if message.role == 'system' %}{% continue %}{% endif %}\n"
     "{% if loop.index > 3 %}{% break %}{% endif %}\n"
     "{{ message.role }}:{% if message.role == 'assistant' %}{% generation %}\n"
-    "  {% set mood = 'wild' %}{{ message.content }}({{ mood }}){{ loop.index }}{% endgeneration %}\n"
+    "  {% set mood = 'wild' %}{{ message.content }}({{ mood }}){{ loop.index }}"
+    "{% endgeneration %}\n"
     "{% else %}{{ message.content }}{% endif %}[{{ mood }}]\n"
-    "{% endfor %}{{ documents | tojson }}{{ ['<é>', {'b': 1, 'a': none}] | tojson(sort_keys=true) }}"
+    "{% endfor %}{{ documents | tojson }}"
+    "{{ ['<é>', {'b': 1, 'a': none}] | tojson(sort_keys=true) }}"
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
-    "{{ ns.n }}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{{ ns.n }}{{ 'name' in messages[0] }}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 TEMPLATES = {
     "chatml": CHATML,
@@ -649,8 +652,8 @@ def test_template_files_come_first(tmp_path, encoders):
     folder = write(tmp_path, encoders["chatml"], {"chat_template": "of the config"})
     (folder / "chat_template.jinja").write_text("do ficheiro: é\n", encoding="utf-8")
     assert specjax.load_tokenizer(folder).render_chat([USER]) == "do ficheiro: é"
-    (folder / "chat_templates").mkdir()
-    (folder / "chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
     ours = specjax.load_tokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     assert ours.render_chat([USER], tools=TOOLS) == "function"
@@ -661,9 +664,8 @@ def test_template_files_come_first(tmp_path, encoders):
 ESCAPES = (
     "{{ ''.__class__.__mro__ }}",
     "{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}",
-    "{{ (''|attr('__class__'))|attr('__mro__') }}",
     "{{ '{0.__class__.__mro__}'.format('') }}",
-    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__globals__.keys() }}",
     "{{ strftime_now.__globals__['os'].system('true') }}",
     "{{ lipsum.__globals__['os'].getcwd() }}",
     "{{ messages.append(1) }}",
@@ -687,7 +689,7 @@ def test_templates_cannot_leave_the_sandbox(template, tmp_path, encoders):
 def test_templates_see_plain_data_only(tmp_path, encoders):
     folder = write(tmp_path, encoders["chatml"], {"chat_template": "{{ x }}{{ messages }}"})
     tokenizer = specjax.load_tokenizer(folder)
-    with pytest.raises(ValueError, match="strings, numbers, lists and mappings only: got Path"):
+    with pytest.raises(ValueError, match=r"lists and mappings only: got \w*Path"):
         tokenizer.render_chat([USER], x=Path("a"))
     with pytest.raises(ValueError, match="mappings only: got bytes"):
         tokenizer.render_chat([{"role": "user", "content": b"a"}])
@@ -700,16 +702,18 @@ def spm_vocabulary():
     """Tokens, types and scores as SentencePiece's BPE trainer would write them."""
     encoder = Tokenizer(models.BPE())
     encoder.pre_tokenizer = pre_tokenizers.Metaspace()
-    train(encoder, vocab_size=700, limit_alphabet=120)
+    train(encoder, [text for text in LEARNED if "\0" not in text], vocab_size=700)
     vocabulary = encoder.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     runs = [t for t in ("▁" * n for n in (2, 3, 4, 5, 8)) if t not in vocabulary]
     merged = [t for t in tokens if len(t) > 1] + runs
-    single = [t for t in tokens if len(t) == 1]
+    scores = {t: -1e9 for t in tokens} | {t: -float(i) for i, t in enumerate(merged)}
+    words = list(scores)
+    random.Random(0).shuffle(words)  # ids need not follow scores
     head, own = ["<unk>", "<s>", "</s>"], ["<mark>", "  \n"]  # user-defined spaces are written so
-    types = [2, 3, 3] + [6] * 256 + [4] * len(own) + [1] * (len(merged) + len(single))
-    scores = [0.0] * (3 + 256 + len(own)) + [-float(i) for i in range(len(merged))]
-    return head + HEX + own + merged + single, types, scores + [-1e9] * len(single)
+    types = [2, 3, 3] + [6] * 256 + [4] * len(own) + [1] * len(words)
+    before = [0.0] * (3 + 256 + len(own))
+    return [*head, *HEX, *own, *words], types, before + [scores[word] for word in words]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -729,7 +733,8 @@ def test_sentencepiece_gguf_equals_llama_cpp(prefix, tmp_path):
 def test_sentencepiece_gguf_equals_transformers(tmp_path):
     """Where transformers' reading is SentencePiece's: no space in front, no special tokens."""
     tokens, types, scores = spm_vocabulary()
-    path = write_gguf(tmp_path / "spm.gguf", "llama", tokens, types, scores=scores)
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+    path = write_gguf(tmp_path / "spm.gguf", "llama", tokens, types, scores=scores, **ends)
     tokenizer, theirs = specjax.load_tokenizer(path), transformers_gguf(path)
     own = ("<s>", "</s>", "<unk>", "<mark>", "  \n")
     texts = [t for t in TEXTS if t[:1] not in (" ", "▁") and not any(s in t for s in own)]
@@ -765,7 +770,7 @@ def test_sentencepiece_gguf_by_hand(tmp_path):
 
 
 def test_phi3_swallows_space_after_control_tokens(tmp_path):
-    """As in its tokenizer.json; the file does not say so, and llama.cpp goes by the model's name."""
+    """As in its tokenizer.json; the file says nothing of it, llama.cpp goes by the model's name."""
     own = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "▁", "a"]
     options = {"scores": [0.0] * 7, "arch": "phi3", "chat_template": "<|user|>\na<|end|>\n"}
     path = write_gguf(tmp_path / "phi3.gguf", "llama", own, [2, 3, 3, 3, 3, 1, 1], **options)
@@ -786,6 +791,7 @@ def uncut():
     train(encoder, vocab_size=2000, initial_alphabet=BYTES, special_tokens=special)
     state = json.loads(encoder.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    tokens.append("Ġunreached")  # by no merge: a whole word of the Llama 3 kind
     types = [3] * len(special) + [1] * (len(tokens) - len(special))
     return tokens, types, [" ".join(merge) for merge in state["merges"]]
 
@@ -803,12 +809,13 @@ def has_marks(text: str) -> bool:
 
 
 def test_byte_level_gguf_equals_llama_cpp(tmp_path, uncut):
-    texts = [*TEXTS, "<｜User｜>a<|im_start|> \nb"]
+    texts = [*TEXTS, "<｜User｜>a<|im_start|> \nb", "an unreached one"]
     files = {pre: write_byte_level(tmp_path / f"{pre}.gguf", uncut, pre) for pre in SPLITS}
     ours = {pre: specjax.load_tokenizer(path) for pre, path in files.items()}
     got = {pre: [t.encode(x) for x in texts] for pre, t in ours.items()}
     assert got["llama-bpe"][0] == got["tekken"][0] == [1]  # these begin texts unless told not to
     assert got["qwen2"][0] == got["smollm"][0] == []
+    assert [len(uncut[0]) - 1 in got[pre][-1] for pre in ("llama-bpe", "dbrx")] == [True, False]
     cuts = [got[pre] for pre in ("gpt-2", "smollm", "dbrx", "qwen2", "gpt-4o")]
     assert all(a != b for i, a in enumerate(cuts) for b in cuts[:i])
 
@@ -852,6 +859,13 @@ def test_gguf_chat_templates_and_ends(tmp_path, uncut):
     # one end is named here, the other known by its text
     path = write_byte_level(tmp_path / "b.gguf", uncut, "gpt-2", eos_token_id=0)
     assert specjax.load_tokenizer(path).stop_token_ids == (0, 2)
+    # and is that token even in a file without types
+    tokens, _, merges = uncut
+    write_gguf(path, "gpt2", tokens, None, merges=merges, tokenizer_pre="gpt-2", eos_token_id=0)
+    tokenizer = specjax.load_tokenizer(path)
+    assert tokenizer.stop_token_ids == (0, 2)
+    assert tokenizer.encode("<|im_end|>") == [2]
+    assert tokenizer.decode([2], skip_special_tokens=True) == ""
     # ids that are no tokens stand for none
     path = write_byte_level(tmp_path / "c.gguf", uncut, "gpt-2", pad_token_id=2**32 - 1)
     assert "pad_token" not in specjax.load_tokenizer(path).special_tokens
@@ -878,7 +892,7 @@ def test_bad_folders(tmp_path, encoders):
     refused(folder, "tokenizer_config.json: not valid JSON")
     (folder / "tokenizer_config.json").write_text("[]")
     refused(folder, "expected a JSON object, got list")
-    for config in ({"chat_template": [{"name": "a"}]}, {"added_tokens_decoder": {"0": {"x": 1}}}):
+    for config in ({"chat_template": [{"name": "a"}]}, {"added_tokens_decoder": {"0": 5}}):
         refused(write(folder, encoders["chatml"], config), "cannot be read")
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         specjax.load_tokenizer(tmp_path / "nowhere")
@@ -896,16 +910,20 @@ def test_bad_gguf(tmp_path, uncut):
     refused(path, "pre must be one of .*; got None")
     refused(write_gguf(path, "bert", tokens, types), "must be gpt2 or llama, got 'bert'")
     write_gguf(path, "gpt2", tokens, types, tokenizer_pre="gpt-2")
-    refused(path, "not a usable tokenizer: KeyError.*ggml.merges")
+    refused(path, "tokenizer.ggml.merges must be in the file")
     write_gguf(path, "gpt2", tokens, types, tokenizer_pre="gpt-2", merges=["x nowhere"])
     refused(path, "not a usable tokenizer: .*nowhere")
-    write_gguf(path, "llama", ["a", "b", "a"], None)
-    refused(path, "distinct, got 3 tokens .2 distinct")
-    write_gguf(path, "llama", ["a", "b"], [1])
-    refused(path, "one length .* got 2 tokens .2 distinct., 1 types")
+    write_gguf(path, "llama", tokens, types)
+    refused(path, "tokenizer.ggml.scores must be in the file")
+    write_gguf(path, "llama", ["a", "b", "a"], None, scores=[0.0] * 3)
+    refused(path, r"distinct .* got 3 tokens \(2 distinct\)")
+    write_gguf(path, "llama", ["a", "b"], [1], scores=[0.0] * 2)
+    refused(path, r"got 2 tokens \(2 distinct\), 1 types and 2 scores")
+    write_gguf(path, "llama", ["a", "b", "ab"], None, scores=["x", "y", "z"])
+    refused(path, "not a usable tokenizer: bad operand type")
     write_byte_level(path, uncut, "gpt-2")
     whole = path.read_bytes()
-    for size in (0, 3, 20, 100, len(whole) // 2, len(whole) - 1):
+    for size in (0, 3, 20, 100, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:size])
         refused(path, "truncated or not a GGUF file")
     for start, damage in ((0, b"GGML"), (4, b"\x09"), (24, b"\xff" * 8)):

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoints.gguf import load_file
+from specjax.checkpoints.huggingface import PICKLES_REFUSED, load_folder
 from specjax.checkpoints.sources import resolve
 from specjax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from specjax.checkpoints.weights import CheckpointError
@@ -32,25 +34,19 @@ def load_target(source: str | os.PathLike, *, dtype: Any = None) -> Transformer:
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be a floating type, got {dtype}")
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"dtype must be a floating type of 16 bits or more, got {dtype}")
     path = resolve(source)
     if path.is_dir():
-        from specjax.checkpoints.huggingface import load_folder
-
         model = load_folder(path, dtype)
     elif path.suffix == ".gguf":
-        from specjax.checkpoints.gguf import load_file
-
         model = load_file(path, dtype)
     else:
-        raise CheckpointError(
-            f"{path}: expected a folder with config.json and *.safetensors, or a .gguf file"
-            + (
-                "; pickled weights can run code when opened and are refused"
-                if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
-                else ""
-            )
-        )
+        expected = "expected a folder with config.json and *.safetensors, or a .gguf file"
+        if path.suffix == ".safetensors":
+            expected += f"; pass the folder, {path.parent}"
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+            expected += f". {PICKLES_REFUSED}"
+        raise CheckpointError(f"{path}: {expected}")
     model.source = str(path)
     return model

@@ -191,7 +191,7 @@ class GGUFFile:
                 f"{path}: one of {self._metadata['split.count']} pieces of a model; "
                 "join them with `llama-gguf-split --merge` first"
             )
-        self.architecture = self._metadata.get("general.architecture")
+        self.architecture: str = self._metadata.get("general.architecture", "")
         if self.architecture not in FAMILIES:
             raise CheckpointError(
                 f"{path}: general.architecture must be one of {', '.join(FAMILIES)}; "
@@ -234,28 +234,18 @@ class GGUFFile:
     def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
         """Rows of a tensor as float32 (or as stored, for F16), in Hugging Face's order."""
         tensor, first = self._place[name]
-        shape = self.shapes[name]
-        start, stop, _ = rows.indices(shape[0])
-        heads = self._rotated_heads(name)
-        if heads:  # whole heads
-            size = shape[0] // heads
+        start, stop, _ = rows.indices(self.shapes[name][0])
+        if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            # llama.cpp pairs a head's rotated rows (2i, 2i + 1), Hugging Face (i, i + half)
+            size = self._head_dim()
             low, high = start // size * size, -(-stop // size) * size
-            array = _from_llama_order(self._load(tensor, low, high), size)
-            return array[start - low : stop - low]
+            array = self._load(tensor, low, high)
+            array = array.reshape(-1, size // 2, 2, *array.shape[1:]).swapaxes(1, 2)
+            return array.reshape(-1, *array.shape[3:])[start - low : stop - low]
         array = self._load(tensor, first + start, first + stop)
         if self._gemma and name.endswith("norm.weight"):
             return array - np.float32(1)
         return array
-
-    def _rotated_heads(self, name: str) -> int:
-        """Over how many heads the rows of a tensor run that llama.cpp has reordered; 0 for the others."""
-        if self.architecture != "llama":
-            return 0
-        if ".q_proj." in name:
-            return self._number("attention.head_count")
-        if ".k_proj." in name:
-            return self._number("attention.head_count_kv", self._number("attention.head_count"))
-        return 0
 
     def _load(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a matrix or of several stacked ones, or those entries of a vector."""
@@ -280,6 +270,10 @@ class GGUFFile:
             )
         return value
 
+    def _head_dim(self) -> int:
+        heads = max(1, self._number("attention.head_count"))
+        return self._number("attention.key_length", self._number("embedding_length") // heads)
+
     def config(self) -> TransformerConfig:
         """The configuration that the metadata describes."""
         number = self._number
@@ -287,8 +281,7 @@ class GGUFFile:
             names = ", ".join(f"{self.architecture}.{name}" for name in missing)
             raise CheckpointError(f"{self.path}: missing metadata {names}")
         layers, heads = number("block_count"), number("attention.head_count")
-        width = number("embedding_length")
-        head_dim = number("attention.key_length", width // max(heads, 1))
+        width, head_dim = number("embedding_length"), self._head_dim()
         raw: dict[str, Any] = {
             "model_type": FAMILIES[self.architecture],
             "vocab_size": self.shapes.get("model.embed_tokens.weight", (1,))[0],
@@ -335,10 +328,8 @@ class GGUFFile:
     def _gemma_fields(self, layers: int, head_width: int, head_dim: int) -> dict[str, Any]:
         wide = layers == WIDE_QUERY_LAYERS[self.architecture]
         fields: dict[str, Any] = {"query_pre_attn_scalar": head_width if wide else head_dim}
-        window = self._number(
-            "attention.sliding_window", 4096 if self.architecture == "gemma2" else 0
-        )
-        fields["sliding_window"] = window or None
+        silent = 4096 if self.architecture == "gemma2" else 0
+        fields["sliding_window"] = self._number("attention.sliding_window", silent) or None
         optional = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -396,12 +387,6 @@ class GGUFFile:
         factors = self._load(tensor, 0, rotary // 2)
         scaled = Rope(theta=rope.theta, kind="factors", factors=tuple(float(x) for x in factors))
         return (scaled, *config.ropes[1:])
-
-
-def _from_llama_order(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """llama.cpp pairs a head's rotated rows (2i, 2i + 1), Hugging Face (i, i + half)."""
-    pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def load_file(path: Path, dtype: jnp.dtype) -> Transformer:

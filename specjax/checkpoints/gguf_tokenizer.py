@@ -3,10 +3,10 @@
 A GGUF file holds a vocabulary and the name of a way to cut text, but no tokenizer.json. Tests hold
 what is built here against llama.cpp, for which these files are made. transformers builds some of
 them differently: it cuts by GPT-2's rule where it does not know `tokenizer.ggml.pre` ("smollm":
-digits stick to spaces, which no merge was learned for), puts SentencePiece's leading space before
-the first piece of text alone, drops control tokens that are not written in byte-level letters, and
-keeps Phi-3's line breaks after control tokens. llama.cpp, or the model's own tokenizer.json where
-that is known to differ from it (Qwen2, Phi-3), is what the models were trained with.
+digits stick to spaces), puts SentencePiece's leading space before the first piece of text alone and
+even where the file forbids it, and misses control tokens not written in byte-level letters.
+llama.cpp is right there: it does what the original tokenizers do. Where it departs from those
+(Qwen2's accents, Phi-3's control tokens, combining marks in "tekken" and "gpt-4o"), they rule here.
 """
 
 import mmap
@@ -14,18 +14,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
-from tokenizers import (
-    Tokenizer as Encoder,
-)
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from specjax.checkpoints.tokenizer import Tokenizer
 from specjax.checkpoints.weights import CheckpointError
@@ -77,45 +67,30 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
       CheckpointError: no tokenizer in the file, a damaged one, or an unsupported kind.
     """
     metadata = read_metadata(path)
+    try:
+        return _build(metadata)
+    except Exception as error:  # the library raises plain Exceptions
+        raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def _build(metadata: dict[str, Any]) -> Tokenizer:
     meta = {
         name.removeprefix("tokenizer."): value
         for name, value in metadata.items()
         if name.startswith("tokenizer.")
     }
-    kind = meta.get("ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{path}: tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
-    pre = meta.get("ggml.pre")
-    if kind == "gpt2" and pre not in SPLITS:
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.pre must be one of {', '.join(sorted(SPLITS))}; got {pre!r}"
-        )
-    tokens = meta.get("ggml.tokens", [])
-    count = len(tokens)
-    types = meta.get("ggml.token_type", [1] * count)
-    scores = meta.get("ggml.scores", [0.0] * count)
-    if not count or len(set(tokens)) != count or len(types) != count or len(scores) != count:
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.tokens, token_type and scores must be of one length and the "
-            f"tokens distinct, got {count} tokens ({len(set(tokens))} distinct), {len(types)} types "
-            f"and {len(scores)} scores"
-        )
-    ids = {"unk": 0, "bos": 1, "eos": 2} if kind == "llama" else {}
-    ids |= {name: meta[key] for name, key in NAMED.items() if key in meta}
-    ids = {name: i for name, i in ids.items() if i < count}  # llama.cpp too ignores wild ones
-    try:
-        if kind == "gpt2":
-            encoder = _byte_pair(meta)
-        else:
-            encoder = _sentencepiece(tokens, scores, ids["unk"], meta)
-    except Exception as error:  # the library raises plain Exceptions
-        raise CheckpointError(f"{path}: not a usable tokenizer: {error!r}") from error
+    tokens, types = _check(meta)
+    sentencepiece = meta["ggml.model"] == "llama"
+    named = {"unk": 0, "bos": 1, "eos": 2} if sentencepiece else {}
+    named |= {name: meta[key] for name, key in NAMED.items() if key in meta}
+    named = {name: i for name, i in named.items() if i < len(tokens)}  # some files write 2**32 - 1
+    encoder = _sentencepiece(meta, named.get("unk", 0)) if sentencepiece else _byte_pair(meta)
 
-    special = {tokens[ids[name]] for name in ("bos", "eos", "eot", "eom") if name in ids}
+    special = {tokens[named[name]] for name in ("bos", "eos", "eot", "eom") if name in named}
     special |= {t for t, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)}
-    special |= {t for t in TURN_ENDS if t in tokens}
-    # Phi-3's tokenizer swallows white space after its control tokens, of which the file says nothing.
-    phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    special |= set(TURN_ENDS).intersection(tokens)
+    # Phi-3's tokenizer swallows white space after its control tokens; the file does not say so.
+    phi3 = sentencepiece and metadata.get("general.architecture") == "phi3"
     encoder.add_tokens(
         [
             AddedToken(
@@ -128,26 +103,54 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             if token in special or type_ == USER_DEFINED
         ]
     )
-    _add_ends(encoder, tokens, ids, meta, kind == "llama" or pre in WHOLE_WORDS)
-    stops = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+    _add_ends(encoder, meta, named)
+    stops = [named[name] for name in ("eos", "eot", "eom") if name in named]
     stops += [tokens.index(token) for token in TURN_ENDS if token in special]
-    templates = {"default": meta["chat_template"]} if "chat_template" in meta else {}
-    for name, value in meta.items():
-        if name.startswith("chat_template."):
-            templates[name.removeprefix("chat_template.")] = value
     return Tokenizer(
         encoder,
-        chat_templates=templates,
+        chat_templates={
+            name.removeprefix("chat_template").removeprefix(".") or "default": value
+            for name, value in meta.items()
+            if name == "chat_template" or name.startswith("chat_template.")
+        },
         stop_token_ids=tuple(dict.fromkeys(stops)),
-        special_tokens={f"{n}_token": tokens[i] for n, i in ids.items() if n not in ("eot", "eom")},
+        special_tokens={
+            f"{name}_token": tokens[i] for name, i in named.items() if name not in ("eot", "eom")
+        },
     )
 
 
-def _byte_pair(meta: dict[str, Any]) -> Encoder:
+def _check(meta: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """The tokens and their types, after refusing what cannot be built."""
+    kind, pre = meta.get("ggml.model"), meta.get("ggml.pre")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
+    if kind == "gpt2" and pre not in SPLITS:
+        raise ValueError(
+            f"tokenizer.ggml.pre must be one of {', '.join(sorted(SPLITS))}; got {pre!r}"
+        )
+    needed = ("ggml.tokens", "ggml.merges" if kind == "gpt2" else "ggml.scores")
+    if missing := [f"tokenizer.{name}" for name in needed if name not in meta]:
+        raise ValueError(f"{' and '.join(missing)} must be in the file")
+    tokens = meta["ggml.tokens"]
+    types = meta.get("ggml.token_type", [1] * len(tokens))
+    scores = meta.get("ggml.scores", types)  # byte-level files need none
+    if not 0 < len(set(tokens)) == len(tokens) == len(types) == len(scores):
+        raise ValueError(
+            f"tokenizer.ggml.tokens must be distinct and as many as types and scores, got "
+            f"{len(tokens)} tokens ({len(set(tokens))} distinct), {len(types)} types and "
+            f"{len(scores)} scores"
+        )
+    return tokens, types
+
+
+def _byte_pair(meta: dict[str, Any]) -> tokenizers.Tokenizer:
     pre = meta["ggml.pre"]
     vocabulary = {token: i for i, token in enumerate(meta["ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in meta["ggml.merges"]]
-    encoder = Encoder(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
+    encoder = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS)
+    )
     digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in SINGLE_DIGITS else []
     encoder.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -164,23 +167,22 @@ def _byte_pair(meta: dict[str, Any]) -> Encoder:
     return encoder
 
 
-def _sentencepiece(
-    tokens: list[str], scores: list[float], unknown: int, meta: dict[str, Any]
-) -> Encoder:
+def _sentencepiece(meta: dict[str, Any], unknown: int) -> tokenizers.Tokenizer:
     """SentencePiece's BPE merges the adjacent pair whose union scores highest: as ranked merges.
 
     Equal scores of different tokens, which its trainer does not write, are broken by id here and by
     place in the text there.
     """
+    tokens = meta["ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     ranked = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, score in zip(tokens, meta["ggml.scores"], strict=True):
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:
                 ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
     merges = [(left, right) for *_, left, right in sorted(ranked)]
-    encoder = Encoder(
+    encoder = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary,
             merges=merges,
@@ -197,17 +199,16 @@ def _sentencepiece(
     return encoder
 
 
-def _add_ends(
-    encoder: Encoder, tokens: list[str], ids: dict[str, int], meta: dict[str, Any], bos: bool
-) -> None:
+def _add_ends(encoder: tokenizers.Tokenizer, meta: dict[str, Any], named: dict[str, int]) -> None:
     """The begin and end tokens that the file asks for around every text."""
-    template, used = ["$A"], []
-    if meta.get("ggml.add_bos_token", bos) and "bos" in ids:
-        template.insert(0, tokens[ids["bos"]])
-        used.append((tokens[ids["bos"]], ids["bos"]))
-    if meta.get("ggml.add_eos_token", False) and "eos" in ids:
-        template.append(tokens[ids["eos"]])
-        used.append((tokens[ids["eos"]], ids["eos"]))
+    tokens, template, used = meta["ggml.tokens"], ["$A"], []
+    begins = meta["ggml.model"] == "llama" or meta["ggml.pre"] in WHOLE_WORDS
+    if meta.get("ggml.add_bos_token", begins) and "bos" in named:
+        template.insert(0, tokens[named["bos"]])
+        used.append((tokens[named["bos"]], named["bos"]))
+    if meta.get("ggml.add_eos_token", False) and "eos" in named:
+        template.append(tokens[named["eos"]])
+        used.append((tokens[named["eos"]], named["eos"]))
     if used:
         encoder.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=list(dict.fromkeys(used))

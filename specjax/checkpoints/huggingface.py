@@ -84,6 +84,10 @@ REQUIRED = (
 )
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
+PICKLES_REFUSED = (
+    "Pickled weights (*.bin, *.pt, *.pth) can run code when opened and are refused; convert them with "
+    "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out), which writes safetensors"
+)
 # Gemma 3 with vision: its text model's tensors lie under these prefixes, and the others' are left out.
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 VISION_PREFIXES = tuple(
@@ -248,7 +252,7 @@ def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
         raise ValueError(f"rope type {kind}: missing fields {', '.join(sorted(missing))}")
     if unknown := given.keys() - ROPE_COMMON - needed - optional:
         raise ValueError(f"rope type {kind}: unknown fields {', '.join(sorted(unknown))}")
-    numbers = {
+    numbers: dict[str, Any] = {
         name: float(value)
         for name, value in given.items()
         if name in needed | optional and name != "truncate"
@@ -333,11 +337,7 @@ def _weight_files(folder: Path) -> list[Path]:
     # other files of the kind may lie beside the model's
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(
-            f"{folder}: expected *.safetensors, found none. Pickled weights (*.bin, *.pth) can run code when opened and "
-            "are refused. Convert them: "
-            "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out) writes safetensors"
-        )
+        raise CheckpointError(f"{folder}: expected *.safetensors, found none. {PICKLES_REFUSED}")
     return files
 
 

@@ -54,7 +54,7 @@ class Tokenizer:
 
         Args:
           text: any string of valid Unicode.
-          add_special_tokens: whether to put the begin and end tokens around it that the model wants.
+          add_special_tokens: whether to put the model's begin and end tokens around it.
 
         Raises:
           ValueError: not a string, or one with lone surrogates.
@@ -153,8 +153,8 @@ class TextStream:
         self._start()
 
     def _start(self) -> None:
-        # Tokens whose text `_out` is out already (`_done` of them, kept because what a decoder makes
-        # of a token depends on those before it), then tokens whose text is held back.
+        # Tokens whose text `_out` is out (`_done` of them, kept because what a decoder makes of a
+        # token depends on those before it), then tokens whose text is held back.
         self._ids: list[int] = []
         self._done = 0
         self._out = ""
@@ -168,7 +168,7 @@ class TextStream:
                 self._ids.append(i)
                 # A run of byte tokens decodes as a whole, to characters or else to one U+FFFD per
                 # byte, so nothing of it is certain before it has ended.
-                self._open = re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
+                self._open = re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) is not None
         text = self._decode()
         if self._open or len(text) <= len(self._out) or text.endswith("\ufffd"):
             return ""
@@ -241,7 +241,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training masks; here it is only a scope."""
+    """`{% generation %}` marks the assistant's words for training masks; here it is but a scope."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -337,7 +337,7 @@ def _declare(
 
 def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Templates by name; files of their own hide those of tokenizer_config.json."""
-    files = {file.stem: file for file in sorted(folder.glob("chat_templates/*.jinja"))}
+    files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
