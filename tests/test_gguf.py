@@ -1,4 +1,4 @@
-"""GGUF files: written here by the `gguf` package, read back and held against Hugging Face and llama.cpp."""
+"""GGUF files: written by the `gguf` package, and held against Hugging Face and llama.cpp."""
 
 import dataclasses
 import importlib.util
@@ -328,7 +328,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_quantisation(name, tmp_path):
-    """Every matrix in one type: what is read is what the package and the format's definition say."""
+    """Every matrix in one type: what is read is what the package and the format's rules say."""
     kind = Kind[name]
     raw = COMMON | WIDE
     tensors = random_tensors(raw)
@@ -394,7 +394,7 @@ def test_truncated_at_any_point(good):
 
 
 def test_damaged_header_gives_no_other_error(good):
-    """Any byte of the front may be wrong: either it is noticed, or the file still describes a model."""
+    """A byte of the front is wrong: either it is noticed, or the file still describes a model."""
     data = bytearray(good.read_bytes())
     front = min(tensor.start for tensor in read_header(good)[1].values())
     rng = np.random.default_rng(0)
@@ -635,8 +635,8 @@ def test_smollm2_equals_transformers(smollm2):
         answers = specjax.generate(smollm2, prompts, max_new_tokens=128).tokens
         assert [len(answer) for answer in answers] == [128] * 10
         with torch.no_grad():
-            # Greedy decoding picks token after token what the model finds likeliest after those before it: by induction,
-            # one pass over prompt and answer proves all 128 of them.
+            # Greedy decoding picks what the model finds likeliest after the tokens before it: by
+            # induction, one pass over prompt and answer proves all 128 of them.
             for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 whole = np.concatenate([prompt, answer])
                 right = model(torch.tensor(whole[None])).logits[0].numpy()

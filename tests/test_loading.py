@@ -289,7 +289,7 @@ def test_old_spelling_equals_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model."])
 def test_text_part_of_gemma3_with_vision(spelling, tmp_path):
-    """The published folders hold a model that sees around the text model; only the latter is read."""
+    """The published folders hold a model that sees around the text model, which alone is read."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

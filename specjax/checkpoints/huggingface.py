@@ -12,7 +12,8 @@ from specjax.checkpoints.weights import EVERYTHING, CheckpointError, load_parame
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 
-# What a family's config class in transformers assumes where config.json is silent. A null in config.json overrides these.
+# What a family's config class in transformers assumes where config.json is silent. A null in
+# config.json overrides these.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -54,7 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "hidden_activation": "gelu_pytorch_tanh",
     },
-    "gemma3_text": {  # the text part of published multimodal configs leaves out whatever equals these
+    "gemma3_text": {  # the text part of published multimodal configs leaves out what equals these
         "vocab_size": 262208,
         "hidden_size": 2304,
         "intermediate_size": 9216,
@@ -85,10 +86,11 @@ REQUIRED = (
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 PICKLES_REFUSED = (
-    "Pickled weights (*.bin, *.pt, *.pth) can run code when opened and are refused; convert them with "
-    "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out), which writes safetensors"
+    "Pickled weights (*.bin, *.pt, *.pth) can run code when opened and are refused; convert them "
+    "with transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out), which "
+    "writes safetensors"
 )
-# Gemma 3 with vision: its text model's tensors lie under these prefixes, and the others' are left out.
+# Gemma 3 with vision: the text model's tensors have these prefixes; those that see are left out.
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 VISION_PREFIXES = tuple(
     f"{model}{part}."
@@ -101,7 +103,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> Transformer
     """`TransformerConfig` of a config.json.
 
     Raises:
-      CheckpointError: an architecture that is not supported, or fields that are missing or make no sense.
+      CheckpointError: an architecture that is not supported, or fields that are missing or make no
+        sense.
     """
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method", "unknown")
@@ -198,7 +201,8 @@ def _windows(family: str, c: dict[str, Any], count: int) -> list[int | None]:
         kinds = ("full_attention", "sliding_attention")
         if len(types) != count or not all(kind in kinds for kind in types):
             raise ValueError(
-                f"layer_types must name {count} layers' kinds, each one of {', '.join(kinds)}; got {types}"
+                f"layer_types must name {count} layers' kinds, each one of {', '.join(kinds)}; "
+                f"got {types}"
             )
         sliding = [kind == "sliding_attention" for kind in types]
     elif qwen:
@@ -211,7 +215,10 @@ def _windows(family: str, c: dict[str, Any], count: int) -> list[int | None]:
 def _ropes(
     family: str, c: dict[str, Any], windows: list[int | None]
 ) -> tuple[tuple[Rope, ...], list[int]]:
-    """The distinct rotary embeddings and which of them each layer uses (Gemma 3: other ones in sliding layers)."""
+    """The distinct rotary embeddings, and which of them each layer uses.
+
+    Gemma 3 has another one in sliding layers.
+    """
     theta, context = float(c.get("rope_theta") or 10000.0), int(c["max_position_embeddings"])
     fields = c.get("rope_parameters") or c.get("rope_scaling") or {}
     if family != "gemma3_text":
@@ -242,7 +249,7 @@ ROPE_COMMON |= {"partial_rotary_factor"}
 
 
 def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
-    """One rotary embedding from `rope_scaling` or an entry of `rope_parameters`; both spellings of the type."""
+    """One rotary embedding from `rope_scaling` or `rope_parameters`; both spellings of the type."""
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ROPE_FIELDS:
         raise ValueError(f"rope type must be one of {', '.join(ROPE_FIELDS)}; got {kind!r}")
@@ -272,14 +279,16 @@ def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`, of the index where there is one.
 
-    Each read opens its shard anew: the pages of an open map would count as the process's memory until the end.
+    Each read opens its shard anew: the pages of an open map would count as the process's memory
+    until the end. (bfloat16 comes out as numpy's since JAX has taught numpy that type.)
 
     Args:
       folder: where the files lie.
       vision: whether this is a multimodal model, of which the text part is wanted.
 
     Raises:
-      CheckpointError: no weights, or files that are missing, damaged, pickled or quantised; all of them are named.
+      CheckpointError: no weights, or files that are missing, damaged, pickled or quantised; all of
+        them are named.
     """
 
     def __init__(self, folder: Path, *, vision: bool = False):

