@@ -21,7 +21,8 @@ from test_loading import (
 )
 
 import specjax
-from specjax.checkpoints.gguf import GGUFFile, read_header
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.checkpoints.gguf_header import read_header
 from specjax.checkpoints.huggingface import parse_config
 from specjax.checkpoints.weights import CheckpointError
 

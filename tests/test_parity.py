@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import shared
 from families import FAMILIES, save_family
+from folders import write_folder
 from safetensors.numpy import load_file
 
 import specjax
@@ -92,3 +93,11 @@ def test_parameters_are_a_plain_pytree(tmp_path):
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16", "float32"}
     doubled = jax.tree.map(lambda x: 2 * x, target)
     assert jax.tree.structure(doubled) == jax.tree.structure(target)
+
+
+def test_models_of_one_config_share_compiled_programs(tmp_path):
+    folders = [write_folder(tmp_path / str(seed), seed) for seed in range(2)]
+    targets = [specjax.load_target(folder) for folder in folders]
+    assert targets[0].source != targets[1].source
+    assert jax.tree.structure(targets[0]) == jax.tree.structure(targets[1])
+    assert hash(jax.tree.structure(targets[0])) == hash(jax.tree.structure(targets[1]))

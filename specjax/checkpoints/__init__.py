@@ -11,7 +11,7 @@ from specjax.checkpoints.huggingface import PICKLES_REFUSED, load_folder
 from specjax.checkpoints.sources import resolve
 from specjax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from specjax.checkpoints.weights import CheckpointError
-from specjax.models.transformer import Transformer
+from specjax.models.transformer import Origin, Transformer
 
 __all__ = ["CheckpointError", "Tokenizer", "load_target", "load_tokenizer"]
 
@@ -50,5 +50,5 @@ def load_target(source: str | os.PathLike, *, dtype: Any = None) -> Transformer:
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             expected += f". {PICKLES_REFUSED}"
         raise CheckpointError(f"{path}: {expected}")
-    model.source = str(path.absolute())
+    model.origin = Origin(str(path.absolute()))
     return model

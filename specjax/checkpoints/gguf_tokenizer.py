@@ -9,14 +9,13 @@ llama.cpp is right there: it does what the original tokenizers do. Where it depa
 (Qwen2's accents, Phi-3's control tokens, combining marks in "tekken" and "gpt-4o"), they rule here.
 """
 
-import mmap
-import struct
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from specjax.checkpoints.gguf_header import read_header
 from specjax.checkpoints.tokenizer import Tokenizer
 from specjax.checkpoints.weights import CheckpointError
 
@@ -66,7 +65,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     Raises:
       CheckpointError: no tokenizer in the file, a damaged one, or an unsupported kind.
     """
-    metadata = read_metadata(path)
+    metadata, _ = read_header(path)
     try:
         return _build(metadata)
     except Exception as error:  # the library raises plain Exceptions
@@ -213,52 +212,3 @@ def _add_ends(encoder: tokenizers.Tokenizer, meta: dict[str, Any], named: dict[s
         encoder.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=list(dict.fromkeys(used))
         )
-
-
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
-_SCALARS |= {10: "Q", 11: "q", 12: "d"}
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The keys and values at the front of a GGUF file.
-
-    `gguf.GGUFReader` reads them too, but makes numpy objects of every string: seconds for one
-    vocabulary, where this takes a tenth of one.
-
-    Raises:
-      CheckpointError: not a GGUF file of version 2 or 3, or a truncated one.
-    """
-    at = 0  # the place in the file
-
-    def scalars(code: str, count: int = 1) -> tuple:
-        nonlocal at
-        layout = struct.Struct(f"<{count}{code}")
-        values = layout.unpack_from(data, at)
-        at += layout.size
-        return values
-
-    def value(kind: int) -> Any:
-        nonlocal at
-        if kind == _STRING:
-            (length,) = scalars("Q")
-            if length > len(data) - at:
-                raise ValueError(f"a string of {length} bytes at {at}")
-            at += length
-            return data[at - length : at].decode()
-        if kind == _ARRAY:
-            kind, length = *scalars("I"), *scalars("Q")
-            if kind in _SCALARS:
-                return list(scalars(_SCALARS[kind], length))
-            return [value(kind) for _ in range(length)]
-        return scalars(_SCALARS[kind])[0]
-
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            magic, version, _, count = struct.unpack_from("<4sIQQ", data)
-            at = 24
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"magic {magic!r}, version {version}")
-            return {value(_STRING): value(*scalars("I")) for _ in range(count)}
-    except (ValueError, KeyError, OSError, struct.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{path}: truncated or not a GGUF file: {error!r}") from error

@@ -3,6 +3,7 @@
 B rows, T tokens, A taps, D model width, V vocabulary, L layers.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -91,6 +92,24 @@ def _layer(layer: DecoderLayer, x, angles, masks, keys, values):
     return layer(x, angles, masks, keys, values)
 
 
+@dataclass(eq=False)
+class Origin:
+    """Where a model was loaded from, if it was. All origins are equal: models that differ in nothing but this share
+    compiled programs.
+
+    Attributes:
+      path: absolute path of the file or folder.
+    """
+
+    path: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Transformer(nnx.Module):
     """Embedding, L decoder layers, final norm, logits. A plain pytree: pass it to `jax.jit` as an argument.
 
@@ -103,7 +122,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
         width, vocab = config.hidden_size, config.vocab_size
         self.config = config
-        self.source: str | None = None  # where it was loaded from, if it was
+        self.origin = Origin()
         # A tied table is kept as the head's [D, V], whose products are the expensive ones; looking up a column is cheap.
         self.embedding = (
             None if config.tied else matrix(rngs, vocab, width, dtype=dtype, inputs=width)
@@ -121,6 +140,11 @@ class Transformer(nnx.Module):
     @property
     def context_length(self) -> int:
         return self.config.context_length
+
+    @property
+    def source(self) -> str | None:
+        """Path of the file or folder that it was loaded from."""
+        return self.origin.path
 
     @property
     def dtype(self):
