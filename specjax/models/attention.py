@@ -18,16 +18,23 @@ class Masks:
     """Who sees whom, as additive float32 scores (0 or `NEVER`).
 
     Attributes:
-      cache: [B, 1 or T, S], queries against committed slots.
-      block: [B or 1, T, T], queries against the block's own tokens.
+      cache: [B, 1, 1 or G * T, S], queries against committed slots.
+      block: [B or 1, 1, G * T, T], queries against the block's own tokens.
     """
 
     cache: Array
     block: Array
 
 
-def masks(positions: Array, length: Array, slots: int, mask: Array | None, window: int | None):
-    """The masks of one layer type.
+def masks(
+    positions: Array,
+    length: Array,
+    slots: int,
+    mask: Array | None,
+    window: int | None,
+    group: int,
+) -> Masks:
+    """The masks of one layer type, laid out like the scores of all G query heads of a key/value head.
 
     Args:
       positions: int32[B, T] of the block's tokens.
@@ -35,6 +42,7 @@ def masks(positions: Array, length: Array, slots: int, mask: Array | None, windo
       slots: S.
       mask: bool[T, T] or [B, T, T], True where query (second to last axis) sees key; None is causal.
       window: a query sees keys less than `window` positions before it; None is no limit.
+      group: G.
     """
     size = positions.shape[1]
     slot = jnp.arange(slots)
@@ -44,7 +52,13 @@ def masks(positions: Array, length: Array, slots: int, mask: Array | None, windo
     if window is not None:
         cached &= slot > positions[:, :, None] - window
         own &= positions[:, None, :] > positions[:, :, None] - window
-    return Masks(cache=jnp.where(cached, 0.0, NEVER), block=jnp.where(own, 0.0, NEVER))
+
+    def scores(seen: Array) -> Array:
+        seen = seen if seen.shape[1] == 1 else jnp.tile(seen, (1, group, 1))
+        return jnp.where(seen, 0.0, NEVER)[:, None]
+
+    own = jnp.broadcast_to(own, (own.shape[0], size, size))
+    return Masks(cache=scores(cached), block=scores(own))
 
 
 def attend(
@@ -62,7 +76,7 @@ def attend(
     Args:
       query: [B, Hkv, G, T, Dh].
       keys, values: the block's own, [B, Hkv, T, Dh].
-      cache_keys, cache_values: [B, Hkv, S, Dh].
+      cache_keys: [B, Hkv, Dh, S]; cache_values: [B, Hkv, S, Dh].
 
     Returns:
       [B, Hkv, G, T, Dh]; scores, softmax and sums in float32.
@@ -70,14 +84,14 @@ def attend(
     batch, heads, group, size, width = query.shape
     flat = query.reshape(batch, heads, group * size, width)
 
-    def scores(k: Array, mask: Array) -> Array:
-        s = jnp.einsum("bhqd,bhkd->bhqk", flat, k, preferred_element_type=jnp.float32) * scale
+    def scores(product: str, k: Array, mask: Array) -> Array:
+        s = jnp.einsum(product, flat, k, preferred_element_type=jnp.float32) * scale
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
-        s = s.reshape(batch, heads, group, size, -1) + mask[:, None, None]
-        return s.reshape(batch, heads, group * size, -1)
+        return s + mask
 
-    old, new = scores(cache_keys, masks.cache), scores(keys, masks.block)
+    old = scores("bhqd,bhdk->bhqk", cache_keys, masks.cache)
+    new = scores("bhqd,bhkd->bhqk", keys, masks.block)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)

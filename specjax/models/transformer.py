@@ -191,9 +191,10 @@ class Transformer(nnx.Module):
           `Output`; logits that nobody uses cost nothing under jit.
         """
         config = self.config
+        group = config.num_heads // config.num_kv_heads
         angles = [rotation(rope, config.rotary, positions) for rope in config.ropes]
         seen = {
-            window: masks(positions, cache.length, cache.slots, mask, window)
+            window: masks(positions, cache.length, cache.slots, mask, window, group)
             for window in {layer.window for layer in config.layers}
         }
         x = self.embed(tokens)
@@ -218,5 +219,6 @@ class Transformer(nnx.Module):
             if taps
             else jnp.zeros((*tokens.shape, 0, config.hidden_size), x.dtype)
         )
-        block = Block(keys=tuple(keys), values=tuple(values))
+        after = jnp.minimum(jnp.argmax(x[0, 0]).astype(jnp.int32), 0)
+        block = Block(keys=tuple(keys), values=tuple(values), after=after)
         return Output(logits=self.logits(x), taps=stacked, block=block)
