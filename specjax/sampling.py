@@ -107,6 +107,12 @@ class Processors:
         """Whether every row takes the most likely token."""
         return self.temperature is None
 
+    def sampled(self, batch: int) -> Array:
+        """bool[B], rows whose tokens are drawn."""
+        if self.temperature is None:
+            return jnp.zeros(batch, bool)
+        return self.temperature > 0
+
 
 def process_logits(logits: Array, processors: Processors, seen: Array | None = None) -> Array:
     """Log-probabilities of the served distribution.

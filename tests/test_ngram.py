@@ -65,6 +65,7 @@ def test_a_loop_is_drafted_over_its_own_end(period):
 def test_proposals_grow_with_the_match():
     drafter = NGram()
     assert [drafter.proposal_length(m) for m in range(9)] == [0, 0, 3, 3, 7, 7, 7, 7, 15]
+    assert [drafter.proposal_length(m, sampled=True) for m in (2, 3)] == [0, 3]
     assert NGram(num_draft=5).proposal_length(8) == 5
 
 
