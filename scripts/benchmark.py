@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import describe_device, use_compilation_cache
+from common import count_compilations, describe_device, use_compilation_cache
 from peers import PEERS, Engine
 from rich.console import Console
 from rich.progress import track
@@ -56,7 +56,7 @@ class Options:
     sections: tuple[Section, ...] = ("curve", "plain", "workloads", "compile")
     prompts: Path = HERE / "prompts.jsonl"
     limit: int = 8
-    max_new_tokens: int = 384
+    max_new_tokens: int = 1024
     repeats: int = 3
     json: Path | None = None
 
@@ -149,7 +149,7 @@ def measure_curve(target: Any, repeats: int, slots: int = 512, passes: int = 30)
 def measure_plain(target: Any, options: Options, tokenizer: specjax.Tokenizer) -> dict[str, Any]:
     """Plain greedy decoding against the peers, one prompt, in turn."""
     prompt = tokenizer.encode_chat([{"role": "user", "content": "Tell me a long story."}])
-    count, threads = options.max_new_tokens, os.cpu_count() or 1
+    count, threads = min(options.max_new_tokens, 128), os.cpu_count() or 1
 
     def ours(prompt: list[int], count: int) -> tuple[list[int], float]:
         out = specjax.generate(target, [prompt], max_new_tokens=count)
@@ -169,7 +169,7 @@ def measure_plain(target: Any, options: Options, tokenizer: specjax.Tokenizer) -
             if attempt:
                 times[name].append(seconds)
     table = Table(
-        "engine", "tokens/s", "specjax is", "same tokens", title="Plain, batch 1, float32"
+        "engine", "tokens/s", "specjax is", "same tokens", title=f"Plain, batch 1, {target.dtype}"
     )
     result = {}
     own = float(np.median(times["specjax"]))
@@ -211,13 +211,13 @@ def measure_workloads(
     table = Table(
         "workload",
         "tokens",
-        "plain tokens/s",
-        "n-gram tokens/s",
+        "plain/s",
+        "n-gram/s",
         "speed-up",
-        "tokens a pass",
+        "length",
         "accepted",
         "identical",
-        title=f"n-gram drafts, temperature {temperature:g}",
+        title=f"n-gram drafts, temperature {temperature:g} (tokens per second, mean acceptance length)",
     )
     result = {}
     for workload, texts in read_workloads(options).items():
@@ -241,10 +241,10 @@ def measure_workloads(
                     key=i,
                     stop_token_ids=tokenizer.stop_token_ids,
                 )
-                before = decode._cache_size() + prefill._cache_size()
-                runs[name] = run()
-                if decode._cache_size() + prefill._cache_size() != before:
-                    runs[name] = run()  # the first one compiled
+                with count_compilations() as compiled:
+                    runs[name] = run()
+                if compiled:
+                    runs[name] = run()
                 seconds[name] += runs[name].decode_seconds
                 tokens[name] += len(runs[name].tokens[0])
             counts = runs["ngram"].statistics
@@ -272,7 +272,7 @@ def measure_workloads(
             f"{speeds['ngram'] / speeds['plain']:.2f}x",
             f"{emitted / rounds:.2f}",
             f"{accepted / max(drafted, 1):.0%}",
-            f"{same} of {len(texts)}" if temperature == 0 else "-",
+            f"{same}/{len(texts)}" if temperature == 0 else "-",
         )
     console.print(table)
     return result

@@ -1,6 +1,8 @@
 """What the commands share: how they start and how they name drafters."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -14,6 +16,22 @@ def use_compilation_cache() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[float]]:
+    """A list that grows by the seconds of every program compiled, or read from the persistent cache, meanwhile."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def describe_device() -> str:

@@ -91,7 +91,7 @@ def float32_gguf(source: str) -> Path:
 
 def llama_cpp_engine(source: str, threads: int) -> Engine:
     """llama.cpp through llama-cpp-python, float32 weights, as many threads."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports] (optional)
 
     model = llama_cpp.Llama(
         str(float32_gguf(source)),
