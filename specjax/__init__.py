@@ -8,6 +8,7 @@ from specjax.generate import Generation, Piece, generate, stream
 from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
 from specjax.statistics import Statistics
+from specjax.verification import Verification
 
 __all__ = [
     "CheckpointError",
@@ -23,6 +24,7 @@ __all__ = [
     "Target",
     "Tokenizer",
     "Transformer",
+    "Verification",
     "generate",
     "load_target",
     "load_tokenizer",

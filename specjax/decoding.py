@@ -9,7 +9,7 @@ L history, S cache slots, N drafted tokens, W = N + 1 the widest block, V vocabu
 
 Two facts hold between rounds. The newest committed token has no keys and values yet: `cache.length == length - 1`, and the
 next pass starts with it. And a row's tokens depend on its own prompt, key and settings alone: keys are the row's, folded
-with its round number, and no operation mixes rows.
+with a position in it or with its round number, and no operation mixes rows.
 """
 
 from dataclasses import replace
@@ -24,14 +24,28 @@ from jax import Array
 from specjax.drafters.base import Context, Drafter, Observation, Proposal
 from specjax.models.transformer import Target
 from specjax.sampling import (
+    ACCEPT,
+    RESIDUAL,
     Processors,
+    draw,
+    position_keys,
     process_logits,
     round_keys,
     seen_at_nodes,
+    stream,
     tokens_seen,
 )
 from specjax.statistics import Statistics
-from specjax.verification import Acceptance, accept_chain, accept_greedy
+from specjax.trees import Tree
+from specjax.verification import (
+    Acceptance,
+    Verification,
+    accept_matching,
+    block_law,
+    sibling_law,
+    synthetic_law,
+    token_law,
+)
 
 
 @struct.dataclass
@@ -50,6 +64,7 @@ class DecodeState:
       stop_token_ids: int32[M], padded with -1.
       seen: bool[B, V], tokens under the repetition penalty; None while it is off.
       statistics: counters.
+      verification: how drafts are judged (static).
     """
 
     tokens: Array
@@ -63,6 +78,7 @@ class DecodeState:
     stop_token_ids: Array
     seen: Array | None
     statistics: Statistics
+    verification: Verification = struct.field(pytree_node=False, default=Verification())
 
 
 def start(
@@ -74,13 +90,14 @@ def start(
     keys: Array,
     processors: Processors,
     stop_token_ids: Array,
+    verification: Verification = Verification(),  # noqa: B008 (frozen)
 ) -> DecodeState:
     """The state before prefill.
 
     Args:
       tokens: int32[B, L] with L = S slots: room for `limit` tokens and a widest block, and a multiple of the prefill chunk.
       length: int32[B], prompt lengths, at least 1.
-      limit, keys, processors, stop_token_ids: see `DecodeState`.
+      limit, keys, processors, stop_token_ids, verification: see `DecodeState`.
     """
     batch, slots = tokens.shape
     seen = None
@@ -98,6 +115,7 @@ def start(
         stop_token_ids=stop_token_ids,
         seen=seen,
         statistics=Statistics.create(batch, drafter.num_draft),
+        verification=verification,
     )
 
 
@@ -160,13 +178,24 @@ def verify(
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     block = jnp.concatenate([last, proposal.tokens], axis=1)
     widths = ladder(drafter.num_draft)
+    parent = proposal.parent
+    tree = None if parent is None else Tree.create(parent)
 
     def at_width(width: int) -> Verdict:
+        part = None if tree is None else tree.narrow(width)
+        depth = jnp.arange(width, dtype=jnp.int32) if part is None else part.depth
         tokens = block[:, :width]
-        positions = state.length[:, None] - 1 + jnp.arange(width, dtype=jnp.int32)
-        output = target(tokens, positions, state.cache, taps=drafter.taps)
-        acceptance = _accept(output.logits, tokens, state, proposal, keys)
+        output = target(
+            tokens,
+            state.length[:, None] - 1 + depth,
+            state.cache,
+            None if part is None else part.ancestors,
+            taps=drafter.taps,
+        )
+        acceptance = accept(output.logits, tokens, state, proposal, part, keys)
         spare = widths[-1] - width
+        if acceptance.path is not None:
+            acceptance = replace(acceptance, path=jnp.pad(acceptance.path, ((0, 0), (0, spare))))
         taps = jnp.pad(output.taps, ((0, 0), (0, spare), (0, 0), (0, 0)))
         return Verdict(acceptance=acceptance, block=output.block.pad(widths[-1]), taps=taps)
 
@@ -177,24 +206,86 @@ def verify(
     return jax.lax.switch(rung, [partial(at_width, width) for width in widths])
 
 
-def _accept(
-    logits: Array, tokens: Array, state: DecodeState, proposal: Proposal, keys: Array
+def accept(
+    logits: Array,
+    tokens: Array,
+    state: DecodeState,
+    proposal: Proposal,
+    tree: Tree | None,
+    keys: Array,
 ) -> Acceptance:
-    """Chooses the acceptance law; logits [B, w, V] of the block's tokens [B, w]."""
-    width, processors = tokens.shape[1], state.processors
-    drafts = tokens[:, 1:]
+    """Judges a block: by matching where the drafts are deterministic, by their q where they were drawn from it.
+
+    Args:
+      logits: float32[B, w, V] after each of the block's first w nodes.
+      tokens: int32[B, w] of those nodes.
+      tree: of those nodes; None for a chain.
+      keys: this round's [B].
+    """
+    (batch, width), processors, rule = tokens.shape, state.processors, state.verification
+    drafts, log_q = tokens[:, 1:], proposal.log_q
+    depth = jnp.arange(width, dtype=jnp.int32)[None] if tree is None else tree.depth
     seen = None
     if state.seen is not None:
-        ancestors = jnp.tril(jnp.ones((width, width), bool))
-        seen = seen_at_nodes(state.seen, tokens, ancestors)
+        causal = jnp.tril(jnp.ones((width, width), bool))
+        seen = seen_at_nodes(state.seen, tokens, causal if tree is None else tree.ancestors)
+    log_p = None
     if processors.greedy:
-        if seen is not None:
-            logits = process_logits(logits, processors, seen)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return accept_greedy(best, drafts, proposal.length)
-    log_q = None if proposal.log_q is None else proposal.log_q[:, : width - 1]
-    log_p = process_logits(logits, processors, seen)
-    return accept_chain(keys, log_p, drafts, proposal.length, log_q)
+        if seen is not None or rule.lossy_threshold is not None:
+            log_p = logits = process_logits(logits, processors, seen)
+        chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        log_p = process_logits(logits, processors, seen)
+        positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
+        chosen = draw(position_keys(state.keys, positions), log_p)
+
+    also = None
+    if rule.lossy_threshold is not None and log_p is not None:
+        parent = jnp.arange(width - 1)[None] if tree is None else tree.parent
+        p = jnp.take_along_axis(log_p, jnp.broadcast_to(parent, drafts.shape)[..., None], axis=1)
+        p = jnp.take_along_axis(p, drafts[..., None], axis=2)[..., 0]
+        also = jnp.exp(p) >= rule.lossy_threshold
+    matched = accept_matching(chosen, drafts, proposal.length, tree, also)
+    tiny = jnp.finfo(jnp.float32).tiny  # u > 0, so a token of probability 0 never stands
+    u = jax.vmap(lambda key: jax.random.uniform(key, drafts.shape[1:], minval=tiny))(
+        stream(keys, ACCEPT)
+    )
+    if rule.synthetic_rates is not None:
+        if tree is not None:
+            raise ValueError("synthetic_rates judge chains; this drafter proposes trees")
+        count = synthetic_law(u, rule.synthetic_rates, proposal.length)
+        return Acceptance(count=count, next_token=chosen[:, -1])
+    if processors.greedy or log_q is None or width == 1:
+        return matched
+
+    assert log_p is not None  # not greedy
+    if tree is None:
+        law = token_law if rule.law == "token" else block_law
+        count, log_next = law(u, log_p, drafts, proposal.length, log_q[:, : width - 1])
+        path = None
+    else:
+        reach = min(proposal.depth, width - 1)
+        count, log_next, node = sibling_law(
+            u, log_p, drafts, proposal.length, log_q[:, :width], tree, proposal.branches, reach
+        )
+        path = tree.path(node)
+    judged = Acceptance(count=count, next_token=draw(stream(keys, RESIDUAL), log_next), path=path)
+    # a row without drafts is judged alike at every width: it must not notice its neighbours' proposals
+    fixed = proposal.length == 0
+    if proposal.deterministic is not None:
+        fixed |= proposal.deterministic
+    return jax.tree.map(
+        lambda a, b: jnp.where(fixed.reshape(batch, *[1] * (a.ndim - 1)), a, b), matched, judged
+    )
+
+
+def proposed_depth(proposal: Proposal) -> Array:
+    """The longest path among the proposed nodes: int32[B]."""
+    if proposal.parent is None:
+        return proposal.length
+    depth = Tree.create(proposal.parent).depth
+    nodes = jnp.arange(depth.shape[1])
+    return jnp.max(jnp.where(nodes <= proposal.length[:, None], depth, 0), axis=1)
 
 
 def commit(
@@ -209,10 +300,14 @@ def commit(
     size = proposal.tokens.shape[1]
     index = jnp.arange(size + 1)
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    block = jnp.concatenate([last, proposal.tokens], axis=1)
+    block = jnp.concatenate([last, proposal.tokens], axis=1)  # then the accepted path of it
+    taps, path = verdict.taps, acceptance.path
+    if path is not None:
+        block = jnp.take_along_axis(block, path, axis=1)
+        taps = jnp.take_along_axis(taps, path[..., None, None], axis=1)
     emitted_tokens = jnp.where(
         index < acceptance.count[:, None],
-        jnp.pad(proposal.tokens, ((0, 0), (0, 1))),
+        jnp.pad(block[:, 1:], ((0, 0), (0, 1))),
         acceptance.next_token[:, None],
     )
 
@@ -223,6 +318,7 @@ def commit(
     emitted = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted)
     room = state.limit - state.length
     stopped &= emitted <= room
+    kept = jnp.minimum(acceptance.count, emitted)
     emitted = jnp.where(active, jnp.minimum(emitted, room), 0)
     length = state.length + emitted
 
@@ -238,17 +334,17 @@ def commit(
         rows = jnp.arange(seen.shape[0])[:, None]
         seen = seen.at[rows, new].set(True, mode="drop")
 
-    observation = Observation(tokens=block, count=emitted, taps=verdict.taps, next_token=newest)
+    observation = Observation(tokens=block, count=emitted, taps=taps, next_token=newest)
     return replace(
         state,
         tokens=tokens,
         length=length,
         done=state.done | stopped | (length >= state.limit),
-        cache=state.cache.commit(verdict.block, emitted),
+        cache=state.cache.commit(verdict.block, emitted, path),
         drafter_state=drafter.observe(target, state.drafter_state, observation),
         seen=seen,
         statistics=state.statistics.add(
-            active, proposal.length, jnp.minimum(acceptance.count, emitted), emitted
+            active, proposal.length, proposed_depth(proposal), kept, emitted
         ),
     )
 
@@ -263,11 +359,15 @@ def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> Decode
             keys=keys,
             processors=state.processors,
             seen=state.seen,
+            cache=state.cache,
         )
         proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
         # the target adds one token of its own, so drafts past limit - 1 are never emitted
         room = jnp.where(state.done, 0, state.limit - state.length - 1)
-        proposal = replace(proposal, length=jnp.clip(proposal.length, 0, room))
+        if proposal.parent is None:
+            proposal = replace(proposal, length=jnp.clip(proposal.length, 0, room))
+        else:  # nodes come in any order of depth: all of them, or none
+            proposal = replace(proposal, length=jnp.where(room > 0, proposal.length, 0))
         state = replace(state, drafter_state=drafter_state)
     with jax.named_scope("verify"):
         verdict = verify(target, drafter, state, proposal, keys)

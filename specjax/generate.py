@@ -13,6 +13,7 @@ from specjax.drafters.base import Drafter, NoDrafter
 from specjax.models.transformer import Target
 from specjax.sampling import Processors, Sampling, make_keys
 from specjax.statistics import Statistics
+from specjax.verification import Verification
 
 CHUNKS = (32, 128)  # prefill widths: one for short prompts, one for the rest
 
@@ -109,6 +110,7 @@ def prepare(
     sampling: Sampling | Sequence[Sampling],
     key: jax.Array | int | None,
     stop_token_ids: Sequence[int],
+    verification: Verification = Verification(),  # noqa: B008 (frozen)
 ) -> tuple[Drafter, DecodeState, int]:
     """Checks everything at the border and builds the state before prefill; returns the prefill chunk too."""
     drafter = NoDrafter() if drafter is None else drafter
@@ -135,11 +137,12 @@ def prepare(
         make_keys(key, len(arrays)),
         Processors.create(sampling, len(arrays)),
         jnp.asarray(stops, jnp.int32),
+        verification,
     )
     return drafter, state, chunk
 
 
-_start = jax.jit(start)
+_start = jax.jit(start, static_argnames="verification")
 
 
 def generate(
@@ -151,6 +154,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 (frozen)
     key: jax.Array | int | None = None,
     stop_token_ids: Sequence[int] = (),
+    verification: Verification = Verification(),  # noqa: B008 (frozen)
 ) -> Generation:
     """Decodes a batch of prompts to their ends in one jitted loop.
 
@@ -162,6 +166,7 @@ def generate(
       sampling: settings for all prompts, or one per prompt; the default is greedy.
       key: a `jax.random.key`, one per prompt or one for all, or an integer seed. A row depends on its own key alone.
       stop_token_ids: a row ends after the first of these.
+      verification: how drafts are judged; what differs from the default in law is said there.
 
     Raises:
       ValueError: empty prompts, ids outside the vocabulary, more tokens than the model's context, a drafter that was
@@ -176,6 +181,7 @@ def generate(
         sampling=sampling,
         key=key,
         stop_token_ids=stop_token_ids,
+        verification=verification,
     )
     first = np.asarray(state.length)
     state = jax.block_until_ready(prefill(target, drafter, state, chunk))
@@ -200,6 +206,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 (frozen)
     key: jax.Array | int | None = None,
     stop_token_ids: Sequence[int] = (),
+    verification: Verification = Verification(),  # noqa: B008 (frozen)
     rounds: int = 4,
 ) -> Iterator[Piece]:
     """`generate` in pieces of `rounds` rounds, with the same tokens in the end. Closing the iterator ends decoding."""
@@ -213,6 +220,7 @@ def stream(
         sampling=sampling,
         key=key,
         stop_token_ids=stop_token_ids,
+        verification=verification,
     )
     sent = np.asarray(state.length)
     state = prefill(target, drafter, state, chunk)

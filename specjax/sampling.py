@@ -17,8 +17,9 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-DRAFT, ACCEPT, RESIDUAL = range(3)
-"""Random streams of a round: the drafter's draws, the acceptance tests, the correction or bonus token."""
+DRAFT, ACCEPT, RESIDUAL, SAMPLE = range(4)
+"""Random streams: of a round, the drafter's draws, the acceptance tests, and the correction or bonus token; of a position,
+the target's own draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,20 +215,51 @@ def _nucleus(logits: Array, top_p: Array) -> Array:
 def round_keys(keys: Array, rounds: Array | np.ndarray) -> Array:
     """One key per row for this round: depends on the row's own key and round number alone.
 
-    Keys count rounds, not positions: tests that look past the emitted tokens would otherwise meet the same numbers twice
-    (facts: "RNG trap" of block verification).
+    Laws that judge drafts by a known q count rounds, not positions: they look at numbers past the emitted token, and keys of
+    positions would let the next round meet the same numbers again (facts: "RNG trap" of block verification).
     """
     return jax.vmap(jax.random.fold_in)(keys, rounds)
 
 
+def position_keys(keys: Array, positions: Array) -> Array:
+    """Keys [B, N] of the target's draws at int32[B, N] positions, from row keys [B].
+
+    A draw is looked at only once everything before it is committed, so it may belong to the position: the row's tokens
+    are then the same however its rounds fell.
+    """
+    return jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))(
+        stream(keys, SAMPLE), positions
+    )
+
+
 def stream(keys: Array, number: int) -> Array:
-    """Keys [B] of one of a round's streams."""
+    """Keys [B] of one of the streams."""
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
-def draw(keys: Array, log_probs: Array) -> Array:
-    """One token per row: int32[B] from keys [B] and log_probs [B, V]; a token of probability 0 is never drawn."""
-    return jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)
+def draw(keys: Array, log_probs: Array, block: int = 256) -> Array:
+    """One token per key: int32[...] from keys [...] and log_probs [..., V], known up to a constant.
+
+    Inverts the cumulative distribution in two steps, a block of the vocabulary and a token in it, with a number each: two
+    random numbers a draw instead of V, and no sum over more than a few hundred terms. A token of probability 0 is never
+    drawn.
+    """
+    size = log_probs.shape[-1]
+    p = jnp.exp(log_probs - jnp.max(log_probs, -1, keepdims=True))
+    p = jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, -size % block)])
+    p = p.reshape(*p.shape[:-1], -1, block)
+    flat = keys.reshape(-1)
+    u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape(*keys.shape, 2)
+
+    def invert(weights: Array, u: Array) -> Array:
+        sums = jnp.cumsum(weights, axis=-1)
+        past = (sums > u[..., None] * sums[..., -1:]) & (weights > 0)
+        # u next to 1 may round past the end; the likeliest entry then, never one of weight 0
+        return jnp.where(jnp.any(past, -1), jnp.argmax(past, -1), jnp.argmax(weights, -1))
+
+    chosen = invert(jnp.sum(p, -1), u[..., 0])
+    inside = jnp.take_along_axis(p, chosen[..., None, None], axis=-2)[..., 0, :]
+    return (chosen * block + invert(inside, u[..., 1])).astype(jnp.int32)
 
 
 def tokens_seen(tokens: Array, length: Array, vocab_size: int) -> Array:

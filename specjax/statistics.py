@@ -44,9 +44,18 @@ class Statistics:
             drafted_per_position=positions,
         )
 
-    def add(self, active: Array, drafted: Array, accepted: Array, emitted: Array) -> "Statistics":
-        """The counters after a round; rows that are not active (bool[B]) count nothing."""
-        drafted, accepted, emitted = (jnp.where(active, x, 0) for x in (drafted, accepted, emitted))
+    def add(
+        self, active: Array, drafted: Array, depth: Array, accepted: Array, emitted: Array
+    ) -> "Statistics":
+        """The counters after a round; rows that are not active (bool[B]) count nothing.
+
+        Args:
+          drafted: int32[B], tokens proposed; depth: the positions that they cover, the same for a chain.
+          accepted, emitted: int32[B].
+        """
+        drafted, depth, accepted, emitted = (
+            jnp.where(active, x, 0) for x in (drafted, depth, accepted, emitted)
+        )
         position = jnp.arange(self.accepted_per_position.shape[1])
         return Statistics(
             rounds=self.rounds + active,
@@ -54,7 +63,7 @@ class Statistics:
             accepted=self.accepted + accepted,
             emitted=self.emitted + emitted,
             accepted_per_position=self.accepted_per_position + (position < accepted[:, None]),
-            drafted_per_position=self.drafted_per_position + (position < drafted[:, None]),
+            drafted_per_position=self.drafted_per_position + (position < depth[:, None]),
         )
 
     def to_numpy(self) -> "Statistics":

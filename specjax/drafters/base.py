@@ -16,19 +16,31 @@ from specjax.sampling import Processors
 
 @struct.dataclass
 class Proposal:
-    """Drafted tokens of one round.
+    """Drafted tokens of one round: a chain, or a tree below the newest committed token.
 
     Attributes:
       tokens: int32[B, N], N = the drafter's `num_draft`.
       length: int32[B], how many of them each row proposes, 0..N. Whether slot i is included may depend only on what is
         known before its token is drawn.
-      log_q: float32[B, N, V], the distributions that the tokens were drawn from; None says that they are deterministic
+      log_q: float32[B, N, V], what the tokens were drawn from: entry j is the distribution after node j, node 0 being the
+        newest committed token (a tree has one for every node, [B, W, V]). None says that the tokens are deterministic
         (argmax, look-up), which is a claim about how they came about, not a default.
+      parent: int32[B, N], the node that each token follows, an earlier one (`trees`); None is a chain, 0, 1, 2, ...
+        Siblings with log_q were drawn from it one after the other without replacement.
+      deterministic: bool[B], rows whose tokens are deterministic although there is a log_q (of other rows).
+      confidence: float32[B, N], the drafter's own estimate that a token stands if those before it do, known before the
+        token is drawn; None where it has none.
+      branches, depth: of a tree with log_q, the most children of a node and the longest path (static).
     """
 
     tokens: Array
     length: Array
     log_q: Array | None = None
+    parent: Array | None = None
+    deterministic: Array | None = None
+    confidence: Array | None = None
+    branches: int = struct.field(pytree_node=False, default=1)
+    depth: int = struct.field(pytree_node=False, default=0)
 
 
 @struct.dataclass
@@ -41,6 +53,7 @@ class Context:
       keys: this round's keys [B]; draw from the DRAFT stream alone.
       processors: settings of the rows, for drafts that are sampled like the target samples.
       seen: bool[B, V], tokens under the repetition penalty; None while it is off.
+      cache: the target's, `length - 1` tokens long; to be read.
     """
 
     tokens: Array
@@ -48,6 +61,7 @@ class Context:
     keys: Array
     processors: Processors
     seen: Array | None
+    cache: Any = None
 
 
 @struct.dataclass

@@ -3,14 +3,18 @@
 import jax
 import numpy as np
 import pytest
-from zoo import drafters, tiny_target
+from zoo import RandomDrafter, noisy, tiny_target
 
 import specjax
-from specjax import Sampling
+from specjax import DraftModel, NGram, Sampling
 
 TARGET = tiny_target()
-ALL = drafters(TARGET)
-ZOO = {"plain": None} | {name: ALL[name] for name in ("ngram", "noisy-model", "random")}
+ZOO = {
+    "plain": None,
+    "ngram": NGram(num_draft=3, min_match=1),
+    "noisy-model": DraftModel(noisy(TARGET, 0.05), num_draft=2),
+    "random": RandomDrafter(num_draft=3),
+}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7, 2, 7]]
 MIXED = [
     Sampling(temperature=1.0),
@@ -43,6 +47,14 @@ def test_batch_equals_single_rows(name):
     for i in range(4):
         alone = spoken(ZOO[name], [i])
         np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
+
+
+@pytest.mark.parametrize("name", ["ngram", "random"])
+def test_deterministic_drafts_never_change_a_token(name):
+    """Sampled rows too: the target's draws belong to positions, so the text is plain decoding's with the same key."""
+    np.testing.assert_array_equal(
+        spoken(ZOO[name], [0, 1, 2, 3]).tokens, spoken(None, [0, 1, 2, 3]).tokens
+    )
 
 
 def test_seeds():

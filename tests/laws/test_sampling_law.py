@@ -1,6 +1,7 @@
 """Law 2: the law of the output is the target's, exactly for one block, statistically over several rounds."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,57 +12,59 @@ from zoo import RandomDrafter, bigram, noisy, tiny_target
 import specjax
 from specjax import DraftModel, NGram, Sampling
 from specjax.sampling import Processors, process_logits
-from specjax.verification import chain_law
+from specjax.trees import Tree, static_tree
+from specjax.verification import accept_matching, block_law, sibling_law, token_law
 
 V = 3
+GRID = 512
 
 
-def enumerate_block(p, q, length, deterministic):
-    """Exact law of one block's output through the production rule: {emitted tokens: probability}.
+def outcomes(law, size):
+    """Exact law of an acceptance rule over its random numbers: [(probability, result)].
 
-    The rule looks at u only through `u < ratio`; so each slot needs two values of u, one on either side, weighted by how
-    likely they are.
+    The rule looks at each number u_i through one comparison, whose threshold may depend on how those before it fell; so
+    from the first number on, the place where the result changes is found (later numbers at 1: nothing more stands), and
+    both sides are followed.
 
     Args:
-      p: float64 function of the drafted prefix -> [V]; q likewise; both as used for slot len(prefix).
-      length: drafts proposed.
-      deterministic: the draft is q's argmax and the rule is told so.
+      law: u float32[R, size] -> a tuple of arrays [R, ...]; the first tells the outcomes apart.
+      size: how many numbers.
     """
-    law: dict[tuple[int, ...], float] = {}
-    for drafts in itertools.product(range(V), repeat=length):
-        weight = 1.0
-        for i, d in enumerate(drafts):
-            here = q(drafts[:i])
-            weight *= float(here.argmax() == d) if deterministic else here[d]
-        if weight == 0:
-            continue
-        log_p = np.log([p(drafts[:i]) for i in range(length + 1)])
-        log_q = None
-        ratios = [p(drafts[:i])[d] for i, d in enumerate(drafts)]
-        if not deterministic:
-            log_q = np.log([q(drafts[:i]) for i in range(length)])
-            ratios = [r / q(drafts[:i])[d] for i, (r, d) in enumerate(zip(ratios, drafts))]  # noqa: B905
-        ratios = np.minimum(ratios, 1.0)
-        for accepts in itertools.product([True, False], repeat=length):
-            chance = weight * np.prod(
-                [r if a else 1 - r for r, a in zip(ratios, accepts, strict=True)]
-            )
-            if chance == 0:
-                continue
-            u = [0.5 * r if a else 0.5 * (1 + r) for r, a in zip(ratios, accepts, strict=True)]
-            count, log_next = chain_law(
-                jnp.asarray([u], jnp.float32).reshape(1, length),
-                jnp.asarray([log_p], jnp.float32),
-                jnp.asarray([drafts], jnp.int32).reshape(1, length),
-                jnp.asarray([length]),
-                None if log_q is None else jnp.asarray([log_q], jnp.float32),
-            )
-            count = int(count[0])
-            following = np.asarray(jax.nn.softmax(log_next[0]), np.float64)
-            for token in range(V):
-                key = (*drafts[:count], token)
-                law[key] = law.get(key, 0.0) + chance * following[token]
-    return law
+
+    def changes(known, low, high):
+        """Grid over u_i in [low, high]: the last value with the outcome of u_i = 0, or None if u_i does not matter."""
+        values = np.linspace(low, high, GRID)
+        u = np.ones((GRID, size))
+        u[:, : len(known)] = known
+        u[:, len(known)] = values
+        seen = np.asarray(law(jnp.asarray(np.clip(u, 1e-30, 1 - 1e-7), jnp.float32))[0])
+        seen = seen.reshape(GRID, -1)
+        differ = (seen != seen[0]).any(axis=1)
+        if not differ.any():
+            return None
+        at = int(differ.argmax())
+        return values[at - 1], values[at]
+
+    def follow(known, chance):
+        if len(known) == size:
+            u = jnp.asarray([np.clip(known, 1e-30, 1 - 1e-7)], jnp.float32).reshape(1, size)
+            yield chance, tuple(np.asarray(x)[0] for x in law(u))
+            return
+        edge = changes(known, 0.0, 1.0)
+        if edge is None:
+            yield from follow([*known, 1.0], chance)
+            return
+        if edge[1] < 1.0:
+            edge = changes(known, edge[0], edge[1]) or edge
+            threshold = sum(edge) / 2
+        else:  # stands for every u below 1, or almost
+            finer = changes(known, edge[0], 1.0)
+            threshold = 1.0 if finer is None or finer[1] >= 1.0 else sum(finer) / 2
+        yield from follow([*known, 0.0], chance * threshold)
+        if threshold < 1.0:
+            yield from follow([*known, 1.0], chance * (1 - threshold))
+
+    return list(follow([], 1.0))
 
 
 def conditional(seed):
@@ -77,6 +80,34 @@ def conditional(seed):
     return law
 
 
+def enumerate_chain(rule, p, q, length):
+    """Exact law of one block's output for a chain drawn from q: {emitted tokens: probability}."""
+    law: dict[tuple[int, ...], float] = {}
+    for drafts in itertools.product(range(V), repeat=length):
+        weight = np.prod([q(drafts[:i])[d] for i, d in enumerate(drafts)])
+        log_p = jnp.log(jnp.asarray([[p(drafts[:i]) for i in range(length + 1)]], jnp.float32))
+        log_q = jnp.log(jnp.asarray([[q(drafts[:i]) for i in range(length)]], jnp.float32))
+        log_q = log_q.reshape(1, length, V)
+        tokens = jnp.asarray([drafts], jnp.int32).reshape(1, length)
+        judge = partial(judge_chain, rule, log_p, tokens, log_q)
+
+        for chance, (count, log_next) in outcomes(judge, length):
+            following = np.asarray(jax.nn.softmax(log_next), np.float64)
+            for token in range(V):
+                key = (*drafts[: int(count)], token)
+                law[key] = law.get(key, 0.0) + weight * chance * following[token]
+    return law
+
+
+@partial(jax.jit, static_argnums=0)
+def judge_chain(rule, log_p, tokens, log_q, u):
+    rows = u.shape[0]
+    log_p, tokens, log_q = (
+        jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in (log_p, tokens, log_q)
+    )
+    return rule(u, log_p, tokens, jnp.full(rows, tokens.shape[1]), log_q)
+
+
 def continue_with_target(law, p, size):
     """Extends blocks shorter than `size` by the target's own law: what later rounds would emit."""
     full: dict[tuple[int, ...], float] = {}
@@ -90,51 +121,147 @@ def continue_with_target(law, p, size):
     return full
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("length", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_one_block_follows_the_target_exactly(seed, length, deterministic):
-    p, q = conditional(seed), conditional(100 + seed)
-    law = enumerate_block(p, q, length, deterministic)
-    assert abs(sum(law.values()) - 1) < 1e-5
-    size = length + 1
+def assert_target_law(law, p, size):
+    assert abs(sum(law.values()) - 1) < 1e-4
     full = continue_with_target(law, p, size)
     for path in itertools.product(range(V), repeat=size):
         expected = np.prod([p(path[:i])[t] for i, t in enumerate(path)])
-        assert abs(full.get(path, 0.0) - expected) < 1e-5
+        assert abs(full.get(path, 0.0) - expected) < 1e-4
+
+
+def accepted(law):
+    return sum((len(path) - 1) * chance for path, chance in law.items())
+
+
+@pytest.mark.parametrize(("seed", "length"), [(0, 0), (1, 1), (0, 2), (2, 2), (1, 3)])
+def test_one_sampled_chain_follows_the_target_exactly(seed, length):
+    """Token by token and as a block, which accepts more."""
+    p, q = conditional(seed), conditional(100 + seed)
+    laws = {rule: enumerate_chain(rule, p, q, length) for rule in (token_law, block_law)}
+    for law in laws.values():
+        assert_target_law(law, p, length + 1)
+    gain = accepted(laws[block_law]) - accepted(laws[token_law])
+    assert gain > (0.005 if length > 1 else -1e-4)
+
+
+def siblings_without_replacement(q, branches):
+    """[(probability, tokens)] of drawing `branches` tokens from q one after the other."""
+    for tokens in itertools.permutations(range(V), branches):
+        chance, left = 1.0, 1.0
+        for token in tokens:
+            chance *= q[token] / left
+            left -= q[token]
+        yield chance, tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_sampled_tree_follows_the_target_exactly(seed):
+    """Two children, two grandchildren each, drawn without replacement."""
+    p, q = conditional(seed), conditional(100 + seed)
+    parent = jnp.asarray([static_tree([2, 2])])
+    tree = Tree.create(parent)
+    law: dict[tuple[int, ...], float] = {}
+    for first_chance, (a, b) in siblings_without_replacement(q(()), 2):
+        for left_chance, left in siblings_without_replacement(q((a,)), 2):
+            for right_chance, right in siblings_without_replacement(q((b,)), 2):
+                weight = first_chance * left_chance * right_chance
+                drafts = [a, b, *left, *right]
+                prefixes = [(), (a,), (b,), *((a, t) for t in left), *((b, t) for t in right)]
+                log_p = jnp.log(jnp.asarray([[p(x) for x in prefixes]], jnp.float32))
+                log_q = jnp.log(jnp.asarray([[q(x) for x in prefixes]], jnp.float32))
+                tokens = jnp.asarray([drafts])
+
+                for chance, (node, count, log_next) in outcomes(
+                    partial(judge_tree, log_p, tokens, log_q, tree), 6
+                ):
+                    following = np.asarray(jax.nn.softmax(log_next), np.float64)
+                    assert len(prefixes[int(node)]) == int(count)
+                    for token in range(V):
+                        key = (*prefixes[int(node)], token)
+                        law[key] = law.get(key, 0.0) + weight * chance * following[token]
+    assert_target_law(law, p, 3)
+    chain = enumerate_chain(token_law, p, q, 2)
+    assert accepted(law) > accepted(chain) + 0.05
+
+
+@jax.jit
+def judge_tree(log_p, tokens, log_q, tree, u):
+    rows = u.shape[0]
+
+    def wide(x):
+        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    tree, log_p, tokens, log_q = jax.tree.map(wide, (tree, log_p, tokens, log_q))
+    count, log_next, node = sibling_law(
+        u, log_p, tokens, jnp.full(rows, 6), log_q, tree, branches=2, depth=2
+    )
+    return node, count, log_next
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_matching_accepts_the_longest_path_of_own_tokens(shape):
+    """Against a walk in plain Python, for random trees, lengths and choices."""
+    rng = np.random.default_rng(0)
+    size, rows = 7, 400
+    parent = np.stack(
+        [
+            [j if shape == "chain" else rng.integers(0, j + 1) for j in range(size)]
+            for _ in range(rows)
+        ]
+    )
+    tokens, chosen = rng.integers(0, 3, (rows, size)), rng.integers(0, 3, (rows, size + 1))
+    length = rng.integers(0, size + 1, rows)
+    tree = None if shape == "chain" else Tree.create(jnp.asarray(parent))
+    got = accept_matching(jnp.asarray(chosen), jnp.asarray(tokens), jnp.asarray(length), tree)
+    for row in range(rows):
+        paths = [[0]]
+        for j in range(1, length[row] + 1):
+            above = next((path for path in paths if path[-1] == parent[row, j - 1]), None)
+            if above is not None and tokens[row, j - 1] == chosen[row, above[-1]]:
+                paths.append([*above, j])
+        best = max(paths, key=len)
+        assert got.count[row] == len(best) - 1
+        end = best[-1] if got.path is None else int(got.path[row, len(best) - 1])
+        assert got.next_token[row] == chosen[row, end]
+        if got.path is not None:
+            assert list(got.path[row, : len(best)]) in [p for p in paths if len(p) == len(best)]
 
 
 def test_soft_q_with_deterministic_drafts_would_be_caught():
     """The enumeration can fail: argmax drafts judged by q's probabilities are the classic bias."""
-    p, q = conditional(0), conditional(100)
-    one_hot = lambda prefix: np.eye(V)[q(prefix).argmax()]  # noqa: E731
-    honest = enumerate_block(p, q, 1, deterministic=True)
-    law: dict[int, float] = {}
-    d = int(q(()).argmax())
-    ratio = min(1.0, p(())[d] / q(())[d])
-    residual = np.maximum(p(()) - q(()), 0)
-    law[d] = ratio + (1 - ratio) * residual[d] / residual.sum()
-    first = sum(chance for path, chance in honest.items() if path[0] == d)
-    assert abs(first - p(())[d]) < 1e-5 < abs(law[d] - p(())[d])
-    assert one_hot(()).sum() == 1
+    p, q = conditional(0)(()), conditional(100)(())
+    d = int(q.argmax())
+    log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in ([[p, p]], [[q]]))
+
+    def judge(u):
+        rows = u.shape[0]
+        p_rows, q_rows = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in (log_p, log_q))
+        return token_law(u, p_rows, jnp.full((rows, 1), d), jnp.ones(rows, int), q_rows)
+
+    first = 0.0
+    for chance, (count, log_next) in outcomes(judge, 1):
+        following = np.asarray(jax.nn.softmax(log_next))
+        first += chance * (1.0 if count else following[d])
+    assert abs(first - p[d]) > 1e-2
 
 
 def test_edges_of_the_rule():
     log = jnp.log
     half = jnp.asarray([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]])
     token = jnp.asarray([[2]])
-    # a token of probability 0 never stands, however small u is, and is never the correction
-    count, following = chain_law(
-        jnp.full((1, 1), 1e-38), log(half), token, jnp.asarray([1]), log(half[:, :1])
-    )
-    assert count[0] == 0 and following[0, 2] == -jnp.inf and jnp.isfinite(following[0, 0])
-    # p == q: stands for every u below 1; if rounding rejects it, the next token still comes from p
-    same = jnp.asarray([[[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]])
-    count, following = chain_law(
-        jnp.full((1, 1), 1.0), log(same), jnp.asarray([[0]]), jnp.asarray([1]), log(same[:, :1])
-    )
-    assert count[0] == 0
-    np.testing.assert_allclose(jax.nn.softmax(following[0]), same[0, 0], rtol=1e-6)
+    for law in (token_law, block_law):
+        # a token of probability 0 never stands, however small u is, and is never the correction
+        count, following = law(
+            jnp.full((1, 1), 1e-38), log(half), token, jnp.asarray([1]), log(half[:, :1])
+        )
+        assert count[0] == 0 and following[0, 2] == -jnp.inf and jnp.isfinite(following[0, 0])
+        # p == q: stands for every u below 1; if rounding rejects it, the next token still comes from p
+        same = jnp.asarray([[[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]])
+        count, following = law(
+            jnp.full((1, 1), 1.0), log(same), jnp.asarray([[0]]), jnp.asarray([1]), log(same[:, :1])
+        )
+        assert count[0] == 0
+        np.testing.assert_allclose(jax.nn.softmax(following[0]), same[0, 0], rtol=1e-6)
 
 
 def markov_law(target, first, size, sampling):
