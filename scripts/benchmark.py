@@ -272,7 +272,7 @@ def measure_workloads(
             f"{speeds['ngram'] / speeds['plain']:.2f}x",
             f"{emitted / rounds:.2f}",
             f"{accepted / max(drafted, 1):.0%}",
-            f"{same}/{len(texts)}" if temperature == 0 else "-",
+            f"{same}/{len(texts)}",
         )
     console.print(table)
     return result
