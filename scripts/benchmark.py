@@ -28,11 +28,12 @@ from rich.progress import track
 from rich.table import Table
 
 import specjax
-from specjax.decoding import decode, ladder, prefill
+from specjax.decoding import decode, prefill
 from specjax.drafters.base import Context, NoDrafter, Proposal
 from specjax.generate import prepare
+from specjax.trees import ladder
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 Section = Literal["curve", "plain", "workloads", "compile"]
 HERE = Path(__file__).parent
 

@@ -1,7 +1,7 @@
 """What the commands share: how they start and how they name drafters."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,20 +41,47 @@ def describe_device() -> str:
     return f"{device.device_kind}{cores} ({device.platform}, jax {jax.__version__})"
 
 
-def make_drafter(name: str, num_draft: int | None, draft_model: str | None = None) -> Any:
+def _sized(cls: Any, num_draft: int | None, **given: Any) -> Any:
+    return cls(**given) if num_draft is None else cls(num_draft=num_draft, **given)
+
+
+DRAFTERS: dict[str, Callable[[int | None], Any]] = {
+    "none": lambda _: None,
+    "ngram": lambda n: _sized(specjax.NGram, n),
+    "ngram-simple": lambda n: specjax.NGram.simple("code", **({} if n is None else {"m": n})),
+    "ngram-map-k": lambda n: specjax.NGram.map_k("code", **({} if n is None else {"m": n})),
+    "ngram-map-k4v": lambda n: specjax.NGram.map_k4v("code", **({} if n is None else {"m": n})),
+    "ngram-mod": lambda n: specjax.NGram.mod(**({} if n is None else {"max_draft": n})),
+    "suffix": lambda n: _sized(specjax.Suffix, n),
+    "adaptive": lambda n: specjax.Adaptive(_sized(specjax.NGram, n)),
+    "adaptive-suffix": lambda n: specjax.Adaptive(_sized(specjax.Suffix, n)),
+}
+"""Drafters that need nothing but a length, by their name on the command line."""
+
+
+def make_drafter(
+    name: str,
+    num_draft: int | None,
+    *,
+    draft_model: str | None = None,
+    exit_layer: int | None = None,
+) -> Any:
     """The drafter of a command line's name; None for "none".
 
     Raises:
-      ValueError: unknown name, or a missing draft model.
+      ValueError: unknown name, or something missing that it needs.
     """
-    given = {} if num_draft is None else {"num_draft": num_draft}
+    if name in DRAFTERS:
+        return DRAFTERS[name](num_draft)
     match name:
-        case "none":
-            return None
-        case "ngram":
-            return specjax.NGram(**given)
         case "draft-model":
             if draft_model is None:
                 raise ValueError("drafter draft-model needs --draft-model SOURCE, got none")
-            return specjax.DraftModel(specjax.load_target(draft_model), **given)
-    raise ValueError(f"drafter must be one of none, ngram, draft-model; got {name!r}")
+            model = specjax.load_target(draft_model)
+            return _sized(specjax.DraftModel, num_draft, model=model)
+        case "early-exit":
+            if exit_layer is None:
+                raise ValueError("drafter early-exit needs --exit-layer E, got none")
+            return _sized(specjax.EarlyExit, num_draft, num_layers=exit_layer)
+    names = ", ".join([*DRAFTERS, "draft-model", "early-exit"])
+    raise ValueError(f"drafter must be one of {names}; got {name!r}")

@@ -27,6 +27,7 @@ class Options:
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       drafter: what proposes tokens.
       draft_model: source of the drafter `draft-model`.
+      exit_layer: layers that the drafter `early-exit` runs.
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
       prompt: a prompt; may be given several times.
       prompt_file: a text file with one prompt, or JSON lines with `prompt`, `turns` or `messages`.
@@ -42,8 +43,21 @@ class Options:
     """
 
     target: str = "smollm2-135m-instruct"
-    drafter: Literal["none", "ngram", "draft-model"] = "ngram"
+    drafter: Literal[
+        "none",
+        "ngram",
+        "ngram-simple",
+        "ngram-map-k",
+        "ngram-map-k4v",
+        "ngram-mod",
+        "suffix",
+        "adaptive",
+        "adaptive-suffix",
+        "draft-model",
+        "early-exit",
+    ] = "ngram"
     draft_model: str | None = None
+    exit_layer: int | None = None
     num_draft: int | None = None
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompt_file: Path | None = None
@@ -92,7 +106,12 @@ def main(options: Options) -> None:
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
-    drafter = make_drafter(options.drafter, options.num_draft, options.draft_model)
+    drafter = make_drafter(
+        options.drafter,
+        options.num_draft,
+        draft_model=options.draft_model,
+        exit_layer=options.exit_layer,
+    )
     target = specjax.load_target(options.target)
     tokenizer = specjax.load_tokenizer(options.target)
     rows = []

@@ -1,9 +1,14 @@
 """Speculative decoding in JAX: draft, verify and accept in one jitted loop, following the target's distribution exactly."""
 
 from specjax.checkpoints import CheckpointError, Tokenizer, load_target, load_tokenizer
+from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Drafter, NoDrafter, Proposal
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
+from specjax.drafters.suffix import Suffix
+from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.generate import Generation, Piece, generate, stream
 from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
@@ -11,18 +16,24 @@ from specjax.statistics import Statistics
 from specjax.verification import Verification
 
 __all__ = [
+    "Adaptive",
     "CheckpointError",
     "DraftModel",
     "Drafter",
+    "EarlyExit",
     "Generation",
+    "Hybrid",
     "NGram",
     "NoDrafter",
     "Piece",
     "Proposal",
     "Sampling",
+    "StaticTree",
     "Statistics",
+    "Suffix",
     "Target",
     "Tokenizer",
+    "TopKTree",
     "Transformer",
     "Verification",
     "generate",

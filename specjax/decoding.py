@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from specjax.drafters.base import Context, Drafter, Observation, Proposal
+from specjax.drafters.base import Context, Drafter, Observation, Proposal, Shared
 from specjax.models.transformer import Target
 from specjax.sampling import (
     ACCEPT,
@@ -36,7 +36,7 @@ from specjax.sampling import (
     tokens_seen,
 )
 from specjax.statistics import Statistics
-from specjax.trees import Tree
+from specjax.trees import Tree, ladder
 from specjax.verification import (
     Acceptance,
     Verification,
@@ -147,15 +147,6 @@ def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: int) ->
     return replace(state, cache=cache, drafter_state=drafter_state)
 
 
-def ladder(num_draft: int) -> tuple[int, ...]:
-    """Block widths that are compiled: powers of two, and the widest possible block."""
-    widest, width, widths = num_draft + 1, 1, []
-    while width < widest:
-        widths.append(width)
-        width *= 2
-    return (*widths, widest)
-
-
 @struct.dataclass
 class Verdict:
     """What verification returns, of one shape at every width.
@@ -185,12 +176,14 @@ def verify(
         part = None if tree is None else tree.narrow(width)
         depth = jnp.arange(width, dtype=jnp.int32) if part is None else part.depth
         tokens = block[:, :width]
+        known = {} if proposal.reuse is None else {"reuse": proposal.reuse.narrow(width)}
         output = target(
             tokens,
             state.length[:, None] - 1 + depth,
             state.cache,
             None if part is None else part.ancestors,
             taps=drafter.taps,
+            **known,
         )
         acceptance = accept(output.logits, tokens, state, proposal, part, keys)
         spare = widths[-1] - width
@@ -360,6 +353,7 @@ def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> Decode
             processors=state.processors,
             seen=state.seen,
             cache=state.cache,
+            done=state.done,
         )
         proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
         # the target adds one token of its own, so drafts past limit - 1 are never emitted
@@ -377,16 +371,44 @@ def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> Decode
 
 @partial(jax.jit, donate_argnames="state")
 def decode(
-    target: Target, drafter: Drafter, state: DecodeState, max_rounds: Array | int
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    max_rounds: Array | int,
+    min_active: Array | int = 1,
 ) -> DecodeState:
-    """Rounds until every row is done, `max_rounds` at most (one compiled program for any number)."""
+    """Rounds until every row is done, or fewer than `min_active` are left, `max_rounds` at most.
+
+    One compiled program for any of these numbers.
+    """
 
     def going(carry):
         rounds, state = carry
-        return (rounds < max_rounds) & ~jnp.all(state.done)
+        return (rounds < max_rounds) & (jnp.sum(~state.done) >= min_active)
 
     def step(carry):
         rounds, state = carry
         return rounds + 1, decode_round(target, drafter, state)
 
     return jax.lax.while_loop(going, step, (jnp.int32(0), state))[1]
+
+
+@partial(jax.jit, donate_argnames="state")
+def insert(state: DecodeState, row: Array | int, single: DecodeState) -> DecodeState:
+    """The batch with a row replaced by a state of one row.
+
+    What all rows share (`drafters.base.Shared`) is taken from `single`, which has started from the batch's and learned
+    the row's prompt.
+    """
+
+    def put(old: Any, new: Any) -> Any:
+        if isinstance(old, Shared):
+            return new
+        return old.at[row].set(new[0])
+
+    def merge(old: Any, new: Any) -> Any:
+        return jax.tree.map(put, old, new, is_leaf=lambda x: isinstance(x, Shared))
+
+    stops = state.stop_token_ids
+    rows = merge(replace(state, stop_token_ids=None), replace(single, stop_token_ids=None))
+    return replace(rows, stop_token_ids=stops)

@@ -58,6 +58,23 @@ def bucket(slots: int) -> int:
     return smaller if size > 256 and smaller >= slots else size
 
 
+def prefill_chunk(longest: int) -> int:
+    """Tokens that a pass of prefill takes, for prompts of at most `longest` tokens."""
+    return next((c for c in CHUNKS if longest - 1 <= c), CHUNKS[-1])
+
+
+def check_stops(target: Target, stop_token_ids: Sequence[int]) -> jax.Array:
+    """The stop tokens as int32[M], padded with -1 so that few sizes are compiled.
+
+    Raises:
+      ValueError: one outside the vocabulary.
+    """
+    stops = [int(i) for i in stop_token_ids]
+    if bad := [i for i in stops if not 0 <= i < target.vocab_size]:
+        raise ValueError(f"stop_token_ids must be in [0, {target.vocab_size}), got {bad}")
+    return jnp.asarray(stops + [-1] * (-len(stops) % 4 or 4 * (not stops)), jnp.int32)
+
+
 def check_prompts(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[np.ndarray]:
@@ -116,18 +133,15 @@ def prepare(
     drafter = NoDrafter() if drafter is None else drafter
     drafter.check(target)
     arrays = check_prompts(target, prompts, max_new_tokens)
-    stops = [int(i) for i in stop_token_ids]
-    if bad := [i for i in stops if not 0 <= i < target.vocab_size]:
-        raise ValueError(f"stop_token_ids must be in [0, {target.vocab_size}), got {bad}")
+    stops = check_stops(target, stop_token_ids)
     longest = max(a.size for a in arrays)
-    chunk = next((c for c in CHUNKS if longest - 1 <= c), CHUNKS[-1])
+    chunk = prefill_chunk(longest)
     padded = -(-longest // chunk) * chunk
     slots = bucket(max(longest + max_new_tokens + drafter.num_draft + 2, padded + 1))
     tokens = np.zeros((len(arrays), slots), np.int32)
     for row, array in zip(tokens, arrays, strict=True):
         row[: array.size] = array
     length = np.asarray([a.size for a in arrays], np.int32)
-    stops += [-1] * (-len(stops) % 4 or 4 * (not stops))
     state = _start(
         target,
         drafter,
@@ -136,7 +150,7 @@ def prepare(
         jnp.asarray(length + max_new_tokens),
         make_keys(key, len(arrays)),
         Processors.create(sampling, len(arrays)),
-        jnp.asarray(stops, jnp.int32),
+        stops,
         verification,
     )
     return drafter, state, chunk

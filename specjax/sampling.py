@@ -232,7 +232,7 @@ def position_keys(keys: Array, positions: Array) -> Array:
     )
 
 
-def stream(keys: Array, number: int) -> Array:
+def stream(keys: Array, number: Array | int) -> Array:
     """Keys [B] of one of the streams."""
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 

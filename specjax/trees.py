@@ -14,6 +14,15 @@ from flax import struct
 from jax import Array
 
 
+def ladder(num_draft: int) -> tuple[int, ...]:
+    """Block widths that are compiled: powers of two, and the widest possible block."""
+    widest, width, widths = num_draft + 1, 1, []
+    while width < widest:
+        widths.append(width)
+        width *= 2
+    return (*widths, widest)
+
+
 @struct.dataclass
 class Tree:
     """Who descends from whom.

@@ -1,6 +1,7 @@
 """Shared pieces: where outside material lies, and small random models."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import jax
@@ -23,6 +24,13 @@ def shared(*parts: str) -> Path:
 def pytest_configure(config):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+    # Workers share what they compile, and find it again after the caches were cleared.
+    if "SPECJAX_TEST_PROGRAMS" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="specjax-programs-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["SPECJAX_TEST_PROGRAMS"] = folder.name
+    jax.config.update("jax_compilation_cache_dir", os.environ["SPECJAX_TEST_PROGRAMS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
 
+from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
+from specjax.drafters.ngram_map import NGramMap
+from specjax.drafters.ngram_mod import NGramMod
+from specjax.drafters.suffix import Suffix
+from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
 from specjax.models.transformer import Output, Transformer
 from specjax.sampling import DRAFT, stream
@@ -151,14 +158,54 @@ class ReplayDrafter(Stateless):
         return Proposal(tokens=tokens, length=length), None
 
 
+@struct.dataclass
+class RandomTreeDrafter(Stateless):
+    """Adversarial: random tokens out of a few, random parents, random lengths."""
+
+    def propose(self, target, state, context: Context) -> tuple[Proposal, None]:
+        size = self.num_draft
+
+        def row(key):
+            a, b, c = jax.random.split(key, 3)
+            tokens = jax.random.randint(a, (size,), 0, target.vocab_size)
+            parent = jax.random.randint(b, (size,), 0, jnp.arange(1, size + 1))
+            return tokens, jax.random.randint(c, (), 0, size + 1), parent
+
+        tokens, length, parent = jax.vmap(row)(stream(context.keys, DRAFT))
+        return Proposal(tokens=tokens, length=length, parent=parent), None
+
+
 def drafters(target: Transformer) -> dict[str, Any]:
-    """One of each temper, for a tiny target."""
+    """One of each kind and temper, for a tiny target of two layers or more."""
+    near = noisy(target, 0.05)
+    ngram = NGram(num_draft=3, min_match=1)
     return {
         "ngram": NGram(num_draft=5, min_match=1),
-        "ngram-long": NGram(num_draft=9, min_match=2),
+        "ngram-simple": NGram.simple(n=1, m=3),
+        "ngram-map-k": NGramMap(n=1, m=3),
+        "ngram-map-k4v": NGramMap(n=1, m=3, continuations=4),
+        "ngram-mod": NGramMod(n=1, min_draft=1, max_draft=3, slots=1 << 10),
+        "suffix": Suffix(num_draft=3, max_depth=4),
+        "suffix-memory": Suffix(num_draft=3, memory_size=64).remember([range(9)]),
         "perfect-model": DraftModel(target, num_draft=4),
-        "noisy-model": DraftModel(noisy(target, 0.05), num_draft=3),
+        "noisy-model": DraftModel(near, num_draft=3),
         "wrong-model": DraftModel(tiny_target(5, target.vocab_size), num_draft=2),
-        "single": DraftModel(noisy(target, 0.05), num_draft=1),
+        "single": DraftModel(near, num_draft=1),
+        "model-tree": DraftModel(near, tree=StaticTree((2, 2))),
+        "model-top-k": DraftModel(near, tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
+        "unsure-model": DraftModel(near, num_draft=3, min_confidence=0.5),
+        "early-exit": EarlyExit(1, num_draft=3),
+        "skip": EarlyExit(skip=(1,), num_draft=2),
+        "skip-first": EarlyExit(skip=(0,), num_draft=2),
+        "early-exit-tree": EarlyExit(1, tree=StaticTree((2, 1))),
+        "early-exit-top-k": EarlyExit(1, tree=TopKTree(depth=2, top_k=2, num_nodes=4)),
+        "hybrid-first": Hybrid((ngram, DraftModel(near, num_draft=2))),
+        "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
+        "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
+        "hybrid-tree": Hybrid((ngram, Suffix(num_draft=3)), choose="tree"),
+        "adaptive": Adaptive(ngram, probe=3),
+        "adaptive-model": Adaptive(DraftModel(near, num_draft=3), draft_cost=0.5, probe=3),
+        "adaptive-hybrid": Adaptive(Hybrid((ngram, DraftModel(near, num_draft=2)))),
         "random": RandomDrafter(num_draft=6),
+        "random-tree": RandomTreeDrafter(num_draft=5),
     }

@@ -30,6 +30,8 @@ class Proposal:
       deterministic: bool[B], rows whose tokens are deterministic although there is a log_q (of other rows).
       confidence: float32[B, N], the drafter's own estimate that a token stands if those before it do, known before the
         token is drawn; None where it has none.
+      reuse: what the target's own first layers computed for the whole block, [newest token, drafts]; it is handed to the
+        target's pass (`models.transformer.Reuse`).
       branches, depth: of a tree with log_q, the most children of a node and the longest path (static).
     """
 
@@ -39,6 +41,7 @@ class Proposal:
     parent: Array | None = None
     deterministic: Array | None = None
     confidence: Array | None = None
+    reuse: Any = None
     branches: int = struct.field(pytree_node=False, default=1)
     depth: int = struct.field(pytree_node=False, default=0)
 
@@ -54,6 +57,7 @@ class Context:
       processors: settings of the rows, for drafts that are sampled like the target samples.
       seen: bool[B, V], tokens under the repetition penalty; None while it is off.
       cache: the target's, `length - 1` tokens long; to be read.
+      done: bool[B], rows that have ended.
     """
 
     tokens: Array
@@ -62,6 +66,7 @@ class Context:
     processors: Processors
     seen: Array | None
     cache: Any = None
+    done: Array | bool = False
 
 
 @struct.dataclass
@@ -79,6 +84,17 @@ class Observation:
     count: Array
     taps: Array
     next_token: Array
+
+
+@struct.dataclass
+class Shared:
+    """Marks what all rows of a drafter's state have in common; everything else there has the rows as its first axis.
+
+    Attributes:
+      value: an array of any shape.
+    """
+
+    value: Array
 
 
 class Drafter(Protocol):

@@ -13,8 +13,9 @@ from jax import Array
 
 from specjax.checkpoints.vocabulary import check_same_tokens
 from specjax.drafters.base import Context, Observation, Proposal
+from specjax.drafters.chain import check_draft_length, draft_chain, propose_chain
+from specjax.drafters.tree import StaticTree, TopKTree, grow
 from specjax.models.transformer import Target
-from specjax.sampling import DRAFT, draw, process_logits, stream
 
 
 @struct.dataclass
@@ -55,15 +56,21 @@ class DraftModel:
 
     Attributes:
       model: any `Target` over the same tokens.
-      num_draft: N, tokens proposed every round.
+      num_draft: N, tokens proposed at most.
+      min_confidence: a proposal ends before the first token whose likeliest value has less than this probability.
+      tree: drafts a tree in place of a chain; `num_draft` is then its number of nodes. Every level is a pass over all
+        nodes so far, since any model can do that.
     """
 
     model: Any
     num_draft: int = struct.field(pytree_node=False, default=3)
+    min_confidence: float = struct.field(pytree_node=False, default=0.0)
+    tree: StaticTree | TopKTree | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self):
-        if self.num_draft < 1:
-            raise ValueError(f"num_draft must be >= 1, got {self.num_draft}")
+        if self.tree is not None:
+            object.__setattr__(self, "num_draft", self.tree.num_nodes)
+        check_draft_length(self.num_draft, self.min_confidence)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -126,7 +133,7 @@ class DraftModel:
     def propose(
         self, target: Target, state: DraftModelState, context: Context
     ) -> tuple[Proposal, DraftModelState]:
-        length, keys = context.length, stream(context.keys, DRAFT)
+        length = context.length
         start = jnp.maximum(length - 2, 0)
         count = length - start  # 2, or 1 for a row of one token
         window_at = start[:, None] + jnp.arange(2, dtype=jnp.int32)
@@ -136,37 +143,40 @@ class DraftModel:
         cache = cache.commit(output.block, count)
         logits = jnp.take_along_axis(output.logits, (count - 1)[:, None, None], axis=1)
 
-        def choose(logits: Array, seen: Array | None, slot) -> tuple[Array, Array | None]:
-            logits = fit_vocabulary(logits, target.vocab_size)
-            if context.processors.greedy and seen is None:
-                return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, 0], None
-            log_q = process_logits(
-                logits, context.processors, None if seen is None else seen[:, None]
-            )[:, 0]
-            if context.processors.greedy:
-                return jnp.argmax(log_q, axis=-1).astype(jnp.int32), None
-            return draw(stream(keys, slot), log_q), log_q
-
-        def see(seen: Array | None, token: Array) -> Array | None:
-            return None if seen is None else seen.at[jnp.arange(seen.shape[0]), token].set(True)
-
-        def step(carry, slot):
-            cache, token, seen = carry
+        def step(cache, token, _):
             output = self.model(token[:, None], cache.length[:, None], cache)
             cache = cache.commit(output.block, jnp.ones_like(length))
-            token, log_q = choose(output.logits, seen, slot)
-            return (cache, token, see(seen, token)), (token, log_q)
+            return cache, fit_vocabulary(output.logits[:, 0], target.vocab_size)
 
-        token, log_q = choose(logits, context.seen, 0)
-        carry = (cache, token, see(context.seen, token))
-        (cache, _, _), (tokens, log_qs) = jax.lax.scan(step, carry, jnp.arange(1, self.num_draft))
-        tokens = jnp.concatenate([token[None], tokens]).T
-        if log_q is not None and log_qs is not None:
-            log_q = jnp.moveaxis(jnp.concatenate([log_q[None], log_qs]), 0, 1)
-        proposal = Proposal(
-            tokens=tokens,
-            length=jnp.clip(self.model.context_length - length, 0, self.num_draft),
-            log_q=log_q,
-        )
-        written = tokens[:, : self.num_draft - 1]
+        first = fit_vocabulary(logits[:, 0], target.vocab_size)
+        if self.tree is not None:
+            return self._propose_tree(target, state, context, cache, first)
+        draft, cache = draft_chain(first, step, cache, context, self.num_draft)
+        room = jnp.clip(self.model.context_length - length, 0, self.num_draft)
+        proposal = propose_chain(draft, room, self.min_confidence)
+        written = draft.tokens[:, : self.num_draft - 1]
         return proposal, replace(state, cache=cache.rewind(length), written=written)
+
+    def _propose_tree(
+        self, target: Target, state: DraftModelState, context: Context, cache: Any, first: Array
+    ) -> tuple[Proposal, DraftModelState]:
+        assert self.tree is not None
+        length = context.length
+        none = jnp.zeros((length.shape[0], 0), jnp.int32)
+
+        def extend(carry, tokens: Array, depth: int, at: int, mask: Array):
+            nodes, positions, masks = carry  # of the nodes so far; the root is in the cache
+            here = jnp.broadcast_to(length[:, None] - 1 + depth, tokens.shape)
+            nodes = jnp.concatenate([nodes, tokens], axis=1)
+            positions = jnp.concatenate([positions, here], axis=1)
+            masks = (*masks, mask)
+            size = nodes.shape[1]
+            seen = jnp.concatenate(masks, axis=1)[:, :, 1 : size + 1]
+            logits = self.model(nodes, positions, cache, seen).logits[:, at - 1 :]
+            return (nodes, positions, masks), fit_vocabulary(logits, target.vocab_size)
+
+        proposal, _ = grow(self.tree, first, extend, (none, none, ()), context)
+        deepest = self.tree.depth
+        fits = length + deepest <= self.model.context_length
+        proposal = replace(proposal, length=jnp.where(fits, proposal.length, 0))
+        return proposal, replace(state, cache=cache.rewind(length))

@@ -10,6 +10,8 @@ from flax import struct
 from jax import Array
 
 from specjax.drafters.base import Context, Observation, Proposal
+from specjax.drafters.ngram_map import NGramMap, check_sizes
+from specjax.drafters.ngram_mod import NGramMod
 from specjax.models.transformer import Target
 
 
@@ -55,6 +57,69 @@ def continuation(tokens: Array, length: Array, end: Array, size: int) -> Array:
     return jnp.take_along_axis(tokens, end[:, None] + 1 + offset, axis=1)
 
 
+AGREEMENT = (
+    (
+        0.0,
+        0.26,
+        0.57,
+        0.67,
+        0.72,
+        0.78,
+        0.82,
+        0.85,
+        0.87,
+        0.89,
+        0.91,
+        0.92,
+        0.93,
+        0.94,
+        0.95,
+        0.96,
+        0.98,
+    ),
+    (
+        0.0,
+        0.21,
+        0.45,
+        0.50,
+        0.60,
+        0.64,
+        0.68,
+        0.72,
+        0.75,
+        0.78,
+        0.80,
+        0.82,
+        0.84,
+        0.86,
+        0.88,
+        0.90,
+        0.92,
+    ),
+)
+"""Probability that the token after an occurrence of the newest 0, 1, ... 16 tokens is the next one, for greedy rows and for
+rows at temperature 0.8: measured over SmolLM2's answers (some in between interpolated). A first guess for `Adaptive`."""
+
+PRESETS = {"code": (12, 48, 1), "text": (8, 32, 2)}
+"""n, m and min_hits that suit code and text."""
+
+
+def _sizes(preset: str, given: dict[str, int], hits: bool) -> tuple[int, int, int]:
+    """n, m, min_hits of a preset with what was given in their place.
+
+    Raises:
+      ValueError: an unknown preset or name, or a size below 1.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    sizes = dict(zip(("n", "m", "min_hits"), PRESETS[preset], strict=True))
+    if unknown := set(given) - set(sizes if hits else ("n", "m")):
+        raise ValueError(f"unknown sizes {sorted(unknown)}; expected n, m{', min_hits' * hits}")
+    sizes |= given
+    check_sizes(sizes["n"], sizes["m"], sizes["min_hits"], 2)
+    return sizes["n"], sizes["m"], sizes["min_hits"]
+
+
 @struct.dataclass
 class NGram:
     """Longest suffix match over prompt and output, most recent wins, all on the device.
@@ -65,15 +130,19 @@ class NGram:
     agreements mean copying, short ones are chance, and a proposal that stands lengthens the next match by itself. Rows
     that sample need one token more of agreement: at temperature 1 a match of two is right too rarely to pay.
 
+    The modes of llama.cpp, `simple`, `map_k`, `map_k4v` and `mod`, are class methods that return their drafters.
+
     Attributes:
       num_draft: N, tokens proposed at most.
       min_match: shortest agreement that is worth a proposal to a greedy row.
       max_match: longest agreement looked for.
+      grow: whether the proposal grows with the agreement as above; else it is always `num_draft` tokens.
     """
 
     num_draft: int = struct.field(pytree_node=False, default=15)
     min_match: int = struct.field(pytree_node=False, default=2)
     max_match: int = struct.field(pytree_node=False, default=8)
+    grow: bool = struct.field(pytree_node=False, default=True)
 
     def __post_init__(self):
         if self.num_draft < 0:
@@ -84,12 +153,45 @@ class NGram:
                 f"got {self.min_match} and {self.max_match}"
             )
 
+    @classmethod
+    def simple(cls, preset: str = "code", **sizes: int) -> "NGram":
+        """llama.cpp's `ngram-simple`: the m tokens after the latest occurrence of exactly the newest n.
+
+        Where that occurrence ends less than n tokens before the text does, llama.cpp gives up, so that rows which repeat
+        a short phrase get no draft; here the copy goes on over itself. It also needs no history of n + m tokens.
+
+        Args:
+          preset: "code" (n 12, m 48) or "text" (n 8, m 32).
+          sizes: `n`, `m` in place of the preset's.
+        """
+        n, m, _ = _sizes(preset, sizes, hits=False)
+        return cls(num_draft=m, min_match=n, max_match=n, grow=False)
+
+    @classmethod
+    def map_k(cls, preset: str = "code", **sizes: int) -> NGramMap:
+        """llama.cpp's `ngram-map-k`, see `NGramMap`. Arguments as for `simple`."""
+        n, m, _ = _sizes(preset, sizes, hits=False)
+        return NGramMap(n=n, m=m)
+
+    @classmethod
+    def map_k4v(cls, preset: str = "code", **sizes: int) -> NGramMap:
+        """llama.cpp's `ngram-map-k4v`, see `NGramMap`. Arguments as for `simple`, and `min_hits` (1, for text 2)."""
+        n, m, min_hits = _sizes(preset, sizes, hits=True)
+        return NGramMap(n=n, m=m, min_hits=min_hits, continuations=4)
+
+    @classmethod
+    def mod(cls, **settings: int) -> NGramMod:
+        """llama.cpp's `ngram-mod` with its `--spec-default` sizes, see `NGramMod`."""
+        return NGramMod(**settings)
+
     @property
     def taps(self) -> tuple[int, ...]:
         return ()
 
     def proposal_length(self, match: int, sampled: bool = False) -> int:
         """Tokens proposed after an agreement of `match` tokens, to a greedy row or to one that samples."""
+        if not self.grow:
+            return self.num_draft if match >= self.min_match else 0
         if match < self.min_match + sampled:
             return 0
         return min(self.num_draft, 2 ** int(math.log2(2 * match)) - 1)
@@ -113,5 +215,7 @@ class NGram:
             ],
             jnp.int32,
         )
-        sampled = context.processors.sampled(context.length.shape[0])
-        return Proposal(tokens=tokens, length=lengths[sampled.astype(jnp.int32), match]), None
+        sampled = context.processors.sampled(context.length.shape[0]).astype(jnp.int32)
+        agree = jnp.clip(match[:, None] + jnp.arange(self.num_draft), 0, len(AGREEMENT[0]) - 1)
+        confidence = jnp.asarray(AGREEMENT, jnp.float32)[sampled[:, None], agree]
+        return Proposal(tokens=tokens, length=lengths[sampled, match], confidence=confidence), None

@@ -3,6 +3,7 @@
 B rows, T block tokens, S cache slots, Hkv key/value heads, G query heads per key/value head, Dh head width, D model width.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
@@ -19,11 +20,33 @@ class Masks:
 
     Attributes:
       cache: [B, 1, 1 or G * T, S], queries against committed slots.
-      block: [B or 1, 1, G * T, T], queries against the block's own tokens.
+      block: [B or 1, 1, G * T, P], queries against the block's own tokens (P = T unless the block is passed in parts).
     """
 
     cache: Array
     block: Array
+
+
+@struct.dataclass
+class Prior:
+    """Keys and values that earlier calls computed for other tokens of the same block.
+
+    Attributes:
+      keys, values: [B, Hkv, P, Dh], room for the whole block.
+      at: int32[], where this call's tokens go.
+    """
+
+    keys: Array
+    values: Array
+    at: Array
+
+    def extend(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """With this call's own [B, Hkv, T, Dh] in their place."""
+
+        def put(old: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.at, 2)
+
+        return put(self.keys, key), put(self.values, value)
 
 
 def masks(
@@ -33,31 +56,34 @@ def masks(
     mask: Array | None,
     window: int | None,
     group: int,
+    key_positions: Array | None = None,
 ) -> Masks:
     """The masks of one layer type, laid out like the scores of all G query heads of a key/value head.
 
     Args:
-      positions: int32[B, T] of the block's tokens.
+      positions: int32[B, T] of the queries.
       length: int32[B], committed tokens per row.
       slots: S.
-      mask: bool[T, T] or [B, T, T], True where query (second to last axis) sees key; None is causal.
+      mask: bool[T, P] or [B, T, P], True where query (second to last axis) sees key of the block; None is causal.
       window: a query sees keys less than `window` positions before it; None is no limit.
       group: G.
+      key_positions: int32[B, P] of the block's keys; None says that they are the queries' own.
     """
     size = positions.shape[1]
+    keys_at = positions if key_positions is None else key_positions
     slot = jnp.arange(slots)
     cached = (slot < length[:, None])[:, None, :]
     own = jnp.tril(jnp.ones((size, size), bool)) if mask is None else mask
     own = own[None] if own.ndim == 2 else own
     if window is not None:
         cached &= slot > positions[:, :, None] - window
-        own &= positions[:, None, :] > positions[:, :, None] - window
+        own &= keys_at[:, None, :] > positions[:, :, None] - window
 
     def scores(seen: Array) -> Array:
         seen = seen if seen.shape[1] == 1 else jnp.tile(seen, (1, group, 1))
         return jnp.where(seen, 0.0, NEVER)[:, None]
 
-    own = jnp.broadcast_to(own, (own.shape[0], size, size))
+    own = jnp.broadcast_to(own, (own.shape[0], size, keys_at.shape[1]))
     return Masks(cache=scores(cached), block=scores(own))
 
 
@@ -75,7 +101,7 @@ def attend(
 
     Args:
       query: [B, Hkv, G, T, Dh].
-      keys, values: the block's own, [B, Hkv, T, Dh].
+      keys, values: the block's own, [B, Hkv, P, Dh].
       cache_keys: [B, Hkv, Dh, S]; cache_values: [B, Hkv, S, Dh].
 
     Returns:
@@ -132,8 +158,9 @@ class Attention(nnx.Module):
         masks: Masks,
         cache_keys: Array,
         cache_values: Array,
+        prior: Prior | None = None,
     ) -> tuple[Array, Array, Array]:
-        """x [B, T, D] -> (output [B, T, D], keys and values of the block [B, Hkv, T, Dh])."""
+        """x [B, T, D] -> (output [B, T, D], keys and values of the block [B, Hkv, P, Dh])."""
         bias = None if self.qkv_bias is None else self.qkv_bias[...]
         qkv = project(x, self.qkv[...], bias)
         qkv = jnp.transpose(qkv, (0, 2, 3, 1, 4))  # [B, Hkv, G + 2, T, Dh]
@@ -142,6 +169,8 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         cos, sin = (a[:, None, None] for a in angles)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0]
+        if prior is not None:
+            key, value = prior.extend(key, value)
         mixed = attend(query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap)
         mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(*x.shape[:2], -1)
         bias = None if self.output_bias is None else self.output_bias[...]

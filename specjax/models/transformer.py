@@ -3,7 +3,8 @@
 B rows, T tokens, A taps, D model width, V vocabulary, L layers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
 
-from specjax.models.attention import Attention, Masks, masks
+from specjax.models.attention import Attention, Masks, Prior, masks
 from specjax.models.cache import Block, Cache
 from specjax.models.config import LayerConfig, TransformerConfig
 from specjax.models.layers import MLP, Experts, RMSNorm, matrix, project, rotation
@@ -61,6 +62,25 @@ class Target(Protocol):
     ) -> Output: ...
 
 
+@struct.dataclass
+class Reuse:
+    """What some layers computed for a block before its pass, so that the pass need not.
+
+    Attributes:
+      hidden: [B, W, D], the stream that leaves those layers, which are the first ones.
+      keys, values: one array for each of those layers, [B, Hkv, W, Dh].
+    """
+
+    hidden: Array
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+
+    def narrow(self, width: int) -> "Reuse":
+        """Of the block's first `width` tokens."""
+        keys, values = jax.tree.map(lambda x: x[:, :, :width], (self.keys, self.values))
+        return Reuse(hidden=self.hidden[:, :width], keys=keys, values=values)
+
+
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward with residuals; Gemma's second pair of norms where configured."""
 
@@ -77,9 +97,16 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(
-        self, x: Array, angles: tuple[Array, Array], masks: Masks, keys: Array, values: Array
+        self,
+        x: Array,
+        angles: tuple[Array, Array],
+        masks: Masks,
+        keys: Array,
+        values: Array,
+        prior: Prior | None = None,
     ) -> tuple[Array, Array, Array]:
-        y, key, value = self.attention(self.attention_norm(x), angles, masks, keys, values)
+        normed = self.attention_norm(x)
+        y, key, value = self.attention(normed, angles, masks, keys, values, prior)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -87,9 +114,9 @@ class DecoderLayer(nnx.Module):
 
 
 @jax.jit
-def _layer(layer: DecoderLayer, x, angles, masks, keys, values):
+def _layer(layer: DecoderLayer, x, angles, masks, keys, values, prior):
     """One layer as a function of its own, so that equal layers are traced once and not L times."""
-    return layer(x, angles, masks, keys, values)
+    return layer(x, angles, masks, keys, values, prior)
 
 
 @dataclass(eq=False)
@@ -168,6 +195,71 @@ class Transformer(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    def empty_block(self, batch: int, width: int, layers: Sequence[int]) -> Block:
+        """Room for the keys and values of `width` tokens in the given layers, for `run` in parts."""
+        c = self.config
+        shape = (batch, c.num_kv_heads, width, c.head_dim)
+        zeros = tuple(jnp.zeros(shape, self.dtype) for _ in layers)
+        return Block(keys=zeros, values=zeros, after=jnp.int32(0))
+
+    def run(
+        self,
+        x: Array,
+        positions: Array,
+        cache: Cache,
+        mask: Array | None = None,
+        *,
+        layers: Sequence[int],
+        prior: Block | None = None,
+        at: Array | int = 0,
+        key_positions: Array | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Array, Block, dict[int, Array]]:
+        """The stream through some of the layers.
+
+        Args:
+          x: [B, T, D].
+          positions, cache, mask: as for a whole pass.
+          layers: which, in order.
+          prior: keys and values of these layers for the tokens of the same block that earlier calls passed, P wide; the
+            mask is then [.., T, P].
+          at: where in `prior` this call's tokens go.
+          key_positions: int32[B, P] of the tokens of `prior`.
+          taps: which of the layers' inputs to return.
+
+        Returns:
+          the stream that leaves the last of them, the layers' keys and values (P wide with `prior`), and the taps.
+        """
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        angles = [rotation(rope, config.rotary, positions) for rope in config.ropes]
+        seen = {
+            window: masks(positions, cache.length, cache.slots, mask, window, group, key_positions)
+            for window in {config.layers[i].window for i in layers}
+        }
+        tapped, keys, values = {}, [], []
+        for place, i in enumerate(layers):
+            layer = config.layers[i]
+            if i in taps:
+                tapped[i] = x
+            known = None
+            if prior is not None:
+                known = Prior(prior.keys[place], prior.values[place], jnp.asarray(at, jnp.int32))
+            with jax.named_scope(f"layer{i}"):
+                x, key, value = _layer(
+                    self.layers[i],
+                    x,
+                    angles[layer.rope],
+                    seen[layer.window],
+                    cache.keys[i],
+                    cache.values[i],
+                    known,
+                )
+            keys.append(key)
+            values.append(value)
+        after = jnp.minimum(jnp.argmax(x[0, 0]).astype(jnp.int32), 0)
+        return x, Block(keys=tuple(keys), values=tuple(values), after=after), tapped
+
     def __call__(
         self,
         tokens: Array,
@@ -176,6 +268,7 @@ class Transformer(nnx.Module):
         mask: Array | None = None,
         *,
         taps: tuple[int, ...] = (),
+        reuse: Reuse | None = None,
     ) -> Output:
         """One pass over T new tokens of each row.
 
@@ -186,39 +279,24 @@ class Transformer(nnx.Module):
           mask: bool[T, T] or [B, T, T], who of the block sees whom; None is causal.
           taps: layer indices i in 0..L; tap i is the hidden state entering layer i (0: the embeddings, L: what enters
             the final norm).
+          reuse: what the first layers computed for these very tokens; only the others run.
 
         Returns:
           `Output`; logits that nobody uses cost nothing under jit.
         """
-        config = self.config
-        group = config.num_heads // config.num_kv_heads
-        angles = [rotation(rope, config.rotary, positions) for rope in config.ropes]
-        seen = {
-            window: masks(positions, cache.length, cache.slots, mask, window, group)
-            for window in {layer.window for layer in config.layers}
-        }
-        x = self.embed(tokens)
-        tapped, keys, values = {}, [], []
-        for i, layer in enumerate(config.layers):
-            if i in taps:
-                tapped[i] = x
-            with jax.named_scope(f"layer{i}"):
-                x, key, value = _layer(
-                    self.layers[i],
-                    x,
-                    angles[layer.rope],
-                    seen[layer.window],
-                    cache.keys[i],
-                    cache.values[i],
-                )
-            keys.append(key)
-            values.append(value)
-        tapped[config.num_layers] = x
+        count = self.config.num_layers
+        done = 0 if reuse is None else len(reuse.keys)
+        if any(i < done for i in taps):
+            raise ValueError(f"taps {taps} lie below layer {done}, whose work is reused")
+        x = self.embed(tokens) if reuse is None else reuse.hidden
+        x, block, tapped = self.run(x, positions, cache, mask, layers=range(done, count), taps=taps)
+        if reuse is not None:
+            keys, values = (*reuse.keys, *block.keys), (*reuse.values, *block.values)
+            block = replace(block, keys=keys, values=values)
+        tapped[count] = x
         stacked = (
             jnp.stack([tapped[i] for i in taps], axis=2)
             if taps
-            else jnp.zeros((*tokens.shape, 0, config.hidden_size), x.dtype)
+            else jnp.zeros((*tokens.shape, 0, self.config.hidden_size), x.dtype)
         )
-        after = jnp.minimum(jnp.argmax(x[0, 0]).astype(jnp.int32), 0)
-        block = Block(keys=tuple(keys), values=tuple(values), after=after)
         return Output(logits=self.logits(x), taps=stacked, block=block)

@@ -1,0 +1,218 @@
+"""How much to propose: as much as pays, by what was accepted so far and by what verification costs.
+
+B rows, N drafted tokens, C classes.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from specjax.drafters.base import Context, Observation, Proposal
+from specjax.models.transformer import Target
+from specjax.trees import Tree, ladder
+
+CONFIDENCES = 8  # classes of confidence
+MEMORY = 24.0  # trials that a class remembers
+PRIOR = 4.0  # trials that the first guess is worth
+
+CURVES = {"cpu": (1.0, 1.45, 1.6, 2.0, 2.8), "gpu": (1.0, 1.03, 1.06, 1.12, 1.25)}
+"""Cost of a pass of 1, 2, 4, 8, 16 tokens in passes of one, batch 1: the first guess where nothing was measured. CPU:
+SmolLM2-135M float32 on two cores of an AMD EPYC; GPU: unmeasured."""
+
+
+def guess_costs(num_draft: int, backend: str | None = None) -> np.ndarray:
+    """Costs of the ladder's widths from `CURVES`, linear in the width between and beyond its points."""
+    curve = CURVES["cpu" if (backend or jax.default_backend()) == "cpu" else "gpu"]
+    known = np.asarray([1, 2, 4, 8, 16])
+    widths = np.asarray(ladder(num_draft))
+    slope = (curve[-1] - curve[-2]) / 8
+    beyond = curve[-1] + slope * (widths - 16)
+    return np.where(widths <= 16, np.interp(widths, known, curve), beyond).astype(np.float32)
+
+
+@struct.dataclass
+class AdaptiveState:
+    """What was learned about each row.
+
+    Attributes:
+      inner: the drafter's own state.
+      hits, trials: float32[B, C], drafts that stood and drafts that were judged, by class, fading.
+      classes: int32[B, N] of the last proposal's slots; size: int32[B], its length.
+      quiet: int32[B], rounds since the row last proposed.
+      worth: float32[B], tokens per unit of cost that the last proposals promised, drafting included.
+    """
+
+    inner: Any
+    hits: Array
+    trials: Array
+    classes: Array
+    size: Array
+    quiet: Array
+    worth: Array
+
+
+@struct.dataclass
+class Adaptive:
+    """Cuts a drafter's proposals to the length that is expected to pay.
+
+    Every slot belongs to a class: where the drafts are deterministic, by the drafter's confidence; where they are
+    sampled, by their position, since their confidence depends on tokens already drawn and choosing by it would bias the
+    output. For every class the row keeps a running acceptance rate, which starts at a first guess. The length is the one
+    whose expected tokens per unit of cost are highest, 1 + a_1 + a_1 a_2 + ... over the measured cost of the block width it
+    needs. Deterministic proposals choose one width for the whole batch (a wide block for one row costs all); sampled
+    ones choose by row, so that no row's tokens depend on its neighbours.
+
+    Rows that have not proposed for `probe` rounds propose one token, to notice when the text turns. If drafting itself
+    costs, and no row expects to gain even so, the drafter is not asked until then.
+
+    Attributes:
+      drafter: whose proposals are cut.
+      costs: cost of a pass of every block width of `ladder(num_draft)`, in any unit; None is `guess_costs`.
+      draft_cost: cost of one proposal in passes of one token.
+      probe: rounds.
+    """
+
+    drafter: Any
+    costs: tuple[float, ...] | None = struct.field(pytree_node=False, default=None)
+    draft_cost: float = struct.field(pytree_node=False, default=0.0)
+    probe: int = struct.field(pytree_node=False, default=32)
+
+    def __post_init__(self):
+        if self.costs is not None:
+            object.__setattr__(self, "costs", tuple(float(c) for c in self.costs))
+        if not self.draft_cost >= 0:
+            raise ValueError(f"draft_cost must be >= 0, got {self.draft_cost}")
+        if self.probe < 1:
+            raise ValueError(f"probe must be >= 1, got {self.probe}")
+
+    @property
+    def num_draft(self) -> int:
+        return self.drafter.num_draft
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    def check(self, target: Target) -> None:
+        """Raises ValueError if the drafter was made for another target or the costs for another drafter."""
+        self.drafter.check(target)
+        widths, costs = ladder(self.num_draft), self.costs
+        if costs is not None and (
+            len(costs) != len(widths) or not all(np.isfinite(c) and c > 0 for c in costs)
+        ):
+            raise ValueError(
+                f"costs must be {len(widths)} positive numbers, for blocks of {widths} tokens, got {costs}"
+            )
+
+    def init(self, target: Target, batch: int, slots: int) -> AdaptiveState:
+        classes = CONFIDENCES + self.num_draft
+        row = jnp.zeros(batch, jnp.int32)
+        guess = np.concatenate(
+            [(np.arange(CONFIDENCES) + 0.5) / CONFIDENCES, np.full(self.num_draft, 0.6)]
+        )
+        return AdaptiveState(
+            inner=self.drafter.init(target, batch, slots),
+            hits=jnp.broadcast_to(jnp.asarray(PRIOR * guess, jnp.float32), (batch, classes)),
+            trials=jnp.full((batch, classes), PRIOR, jnp.float32),
+            classes=jnp.zeros((batch, self.num_draft), jnp.int32),
+            size=row,
+            quiet=row,
+            worth=jnp.full(batch, 2.0, jnp.float32),
+        )
+
+    def observe(
+        self, target: Target, state: AdaptiveState, observation: Observation
+    ) -> AdaptiveState:
+        inner = self.drafter.observe(target, state.inner, observation)
+        accepted = jnp.minimum(observation.count - 1, state.size)[:, None]
+        slot = jnp.arange(self.num_draft)
+        judged = (slot <= accepted) & (slot < state.size[:, None])
+        judged &= (observation.count > 0)[:, None]
+        rows = jnp.arange(state.size.shape[0])[:, None]
+        at = jnp.where(judged, state.classes, state.hits.shape[1])  # out of range: dropped
+        hits = state.hits.at[rows, at].add((slot < accepted).astype(jnp.float32), mode="drop")
+        trials = state.trials.at[rows, at].add(1.0, mode="drop")
+        fade = jnp.minimum(1.0, MEMORY / trials)
+        return replace(
+            state,
+            inner=inner,
+            hits=hits * fade,
+            trials=trials * fade,
+            size=jnp.zeros_like(state.size),
+        )
+
+    def propose(
+        self, target: Target, state: AdaptiveState, context: Context
+    ) -> tuple[Proposal, AdaptiveState]:
+        given = guess_costs(self.num_draft) if self.costs is None else np.asarray(self.costs)
+        costs = jnp.asarray(given / given[0], jnp.float32)
+        active = ~jnp.broadcast_to(context.done, context.length.shape)
+        probing = state.quiet >= self.probe
+
+        def ask(inner):
+            return self.drafter.propose(target, inner, context)
+
+        def skip(inner):
+            shape, _ = jax.eval_shape(ask, inner)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape), inner
+
+        awake = active & ((state.worth > 1.0) | probing)
+        if not self.draft_cost:
+            proposal, inner = ask(state.inner)
+        else:
+            proposal, inner = jax.lax.cond(jnp.any(awake), ask, skip, state.inner)
+        length, worth, classes = self._choose(state, proposal, costs, active, probing)
+        asked = active & (jnp.any(awake) | (not self.draft_cost))
+        return replace(proposal, length=length), replace(
+            state,
+            inner=inner,
+            classes=classes,
+            size=length,
+            quiet=jnp.where(length > 0, 0, state.quiet + 1),
+            worth=jnp.where(asked, 0.5 * state.worth + 0.5 * worth, state.worth),
+        )
+
+    def _choose(
+        self,
+        state: AdaptiveState,
+        proposal: Proposal,
+        costs: Array,
+        active: Array,
+        probing: Array,
+    ) -> tuple[Array, Array, Array]:
+        """length int32[B], tokens per unit of cost float32[B], classes int32[B, N]."""
+        batch, size = proposal.tokens.shape
+        position = jnp.broadcast_to(CONFIDENCES + jnp.arange(size), (batch, size))
+        fixed = jnp.full(batch, proposal.log_q is None)
+        if proposal.deterministic is not None:
+            fixed |= proposal.deterministic
+        classes = position
+        if proposal.confidence is not None and proposal.parent is None:
+            level = jnp.clip(jnp.floor(proposal.confidence * CONFIDENCES), 0, CONFIDENCES - 1)
+            classes = jnp.where(fixed[:, None], level.astype(jnp.int32), position)
+        rates = jnp.take_along_axis(state.hits / state.trials, classes, axis=1)
+        # expected tokens by drafts verified: [B, N + 1]; of a tree the positions are its depths
+        expected = 1.0 + jnp.pad(jnp.cumsum(jnp.cumprod(rates, axis=1), axis=1), ((0, 0), (1, 0)))
+        widths = jnp.asarray(ladder(size))
+        if proposal.parent is None:
+            fits = jnp.minimum(widths - 1, proposal.length[:, None])
+            tokens = jnp.take_along_axis(expected, fits, axis=1)  # [B, widths]
+        else:
+            depth = Tree.create(proposal.parent).depth
+            seen = jnp.arange(size + 1) <= proposal.length[:, None]
+            deepest = jnp.max(jnp.where(seen, depth, 0), axis=1, keepdims=True)
+            fits = jnp.where(widths > proposal.length[:, None], proposal.length[:, None], 0)
+            tokens = jnp.take_along_axis(expected, jnp.where(fits > 0, deepest, 0), axis=1)
+        own = jnp.argmax(tokens / costs, axis=1)
+        rows_total = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
+        rung = jnp.where(jnp.all(fixed), jnp.argmax(rows_total / costs), own)
+        length = jnp.take_along_axis(fits, rung[:, None], axis=1)[:, 0]
+        least = jnp.minimum(proposal.length, 1) if proposal.parent is None else proposal.length
+        length = jnp.where(probing, jnp.maximum(length, least), length)
+        best = jnp.arange(batch), own
+        return length, tokens[best] / (costs[own] + self.draft_cost), classes

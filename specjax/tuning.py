@@ -1,0 +1,160 @@
+"""Measures what speculation costs and what it would gain, before anyone pays for it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoints.vocabulary import check_same_tokens, shared_tokens
+from specjax.drafters.draft_model import DraftModel
+from specjax.generate import generate
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+
+
+@partial(jax.jit, static_argnames=("width", "passes"), donate_argnames="cache")
+def bare_passes(target: Target, cache: Any, tokens: jax.Array, width: int, passes: int):
+    """`passes` target passes of `width` tokens, each committed by one token."""
+
+    def step(_, carry):
+        cache, tokens = carry
+        positions = cache.length[:, None] + jnp.arange(width)
+        out = target(tokens, positions, cache)
+        cache = cache.commit(out.block, jnp.ones_like(cache.length))
+        return cache, jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, passes, step, (cache, tokens))
+
+
+def time_pass(
+    target: Target, width: int, *, batch: int = 1, slots: int = 512, passes: int = 20
+) -> float:
+    """Seconds of one bare pass of `width` tokens over a cache of `slots` slots, 100 of them filled.
+
+    Call twice: the first call compiles.
+    """
+    cache = target.init_cache(batch, slots)
+    cache = cache.replace(length=cache.length + 100)
+    tokens = jnp.ones((batch, width), jnp.int32)
+    began = time.perf_counter()
+    jax.block_until_ready(bare_passes(target, cache, tokens, width, passes))
+    return (time.perf_counter() - began) / passes
+
+
+def measure_costs(
+    target: Target, widths: Sequence[int], *, batch: int = 1, slots: int = 512, repeats: int = 3
+) -> np.ndarray:
+    """The verify curve: cost of a pass of every width in passes of the first, medians of measurements in turn.
+
+    For `Adaptive(drafter, costs=measure_costs(target, ladder(drafter.num_draft)))`.
+    """
+    times = np.zeros((repeats + 1, len(widths)))
+    for attempt in range(repeats + 1):  # the first compiles
+        for i, width in enumerate(widths):
+            times[attempt, i] = time_pass(target, width, batch=batch, slots=slots)
+    medians = np.median(times[1:], axis=0)
+    return medians / medians[0]
+
+
+def expected_tokens(rate: float, num_draft: int) -> float:
+    """Tokens per round, (1 - a^(K+1)) / (1 - a), if each draft stands with probability a (arXiv 2211.17192)."""
+    if not 0 <= rate <= 1:
+        raise ValueError(f"rate must be a probability in [0, 1], got {rate}")
+    return num_draft + 1.0 if rate == 1 else (1 - rate ** (num_draft + 1)) / (1 - rate)
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """What a draft model would do for a target.
+
+    Attributes:
+      same_tokens: whether ids mean the same texts to both.
+      shared_vocabulary: share of the target's tokens that the draft has; NaN where no tokenizers tell.
+      rates: per temperature, the chance that draft i stands if those before it did, float64[K].
+      draft_cost: one pass of the draft in passes of the target.
+      costs: a target pass over K + 1 tokens in passes of one, for K = 1, 2, ...
+      speed_up: per temperature, expected tokens per round over its cost, for K = 1, 2, ...
+    """
+
+    same_tokens: bool
+    shared_vocabulary: float
+    rates: dict[float, np.ndarray]
+    draft_cost: float
+    costs: np.ndarray
+    speed_up: dict[float, np.ndarray]
+
+    def best(self, temperature: float = 0.0) -> tuple[int, float]:
+        """The number of drafts that pays most and its speed-up; 0 and 1.0 where none pays."""
+        ratios = self.speed_up[temperature]
+        k = int(np.nanargmax(ratios)) + 1
+        return (k, float(ratios[k - 1])) if ratios[k - 1] > 1 else (0, 1.0)
+
+
+def check_pair(
+    target: Target,
+    draft: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_draft: int = 7,
+    max_new_tokens: int = 64,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    repeats: int = 3,
+) -> PairReport:
+    """Measures vocabulary agreement, acceptance on these prompts, and costs on this machine.
+
+    The speed-up of K drafts is 1 + r_1 + r_1 r_2 + ... over v(K + 1) + c K: measured conditional rates r, the verify
+    curve v and the draft's cost c, all in passes of the target.
+
+    Raises:
+      ValueError: the vocabularies differ and nothing is shared; bad prompts.
+    """
+    same, shared = True, float("nan")
+    sources = getattr(target, "source", None), getattr(draft, "source", None)
+    try:
+        check_same_tokens(target, draft)
+    except ValueError:
+        same = False
+    if all(sources):
+        to_draft, _ = shared_tokens(*(str(s) for s in sources))
+        shared = float(np.mean(to_draft >= 0))
+    if not same:
+        raise ValueError(
+            f"the draft's ids mean other texts than the target's; {shared:.0%} of the target's tokens have a "
+            "counterpart: check specjax.translate(draft, target) in its place"
+        )
+    rates = {}
+    for temperature in temperatures:
+        counts = generate(
+            target,
+            prompts,
+            drafter=DraftModel(draft, num_draft=num_draft),
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature=temperature),
+            key=0,
+        ).statistics
+        accepted = np.sum(counts.accepted_per_position, axis=0, dtype=float)
+        reached = np.concatenate([[np.sum(counts.drafted_per_position[:, 0])], accepted[:-1]])
+        rates[temperature] = np.where(reached > 0, accepted / np.maximum(reached, 1), np.nan)
+    costs = measure_costs(target, range(1, num_draft + 2), repeats=repeats)
+    times = [
+        [time_pass(model, 1) for model in (draft, target)] for _ in range(repeats + 1)
+    ]  # in turn; the first compiles
+    ratio = float(np.median([a / b for a, b in times[1:]]))
+    k = np.arange(1, num_draft + 1)
+    speed_up = {
+        t: (1 + np.cumsum(np.cumprod(np.nan_to_num(r)))) / (costs[1:] + ratio * k)
+        for t, r in rates.items()
+    }
+    return PairReport(
+        same_tokens=same,
+        shared_vocabulary=shared,
+        rates=rates,
+        draft_cost=ratio,
+        costs=costs[1:],
+        speed_up=speed_up,
+    )
