@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import RandomDrafter, ReplayDrafter, bigram, noisy, tiny_target
+from zoo import RandomDrafter, ReplayDrafter, SilentDrafter, bigram, noisy, tiny_target
 
 import specjax
 from specjax import (
@@ -73,10 +73,10 @@ def test_an_exit_at_the_top_is_the_target():
 
 
 def test_a_perfect_tree_stands_to_its_depth():
-    for tree in (StaticTree((2, 1, 1)), TopKTree(depth=3, top_k=2, num_nodes=6)):
-        drafter = DraftModel(TARGET, tree=tree)
-        out = specjax.generate(TARGET, PROMPTS, drafter=drafter, max_new_tokens=40)
-        assert out.statistics.mean_acceptance_length == 4
+    drafter = DraftModel(TARGET, tree=StaticTree((2, 1, 1)))
+    out = specjax.generate(TARGET, PROMPTS, drafter=drafter, max_new_tokens=40)
+    assert out.statistics.mean_acceptance_length == 4
+    assert (out.statistics.drafted == 60).all()
 
 
 def test_top_k_tree_keeps_the_likeliest_paths():
@@ -112,7 +112,7 @@ def test_top_k_tree_keeps_the_likeliest_paths():
 def test_hybrid_takes_the_first_that_proposes_and_the_others_stay_in_step():
     answer = specjax.generate(TARGET, PROMPTS, max_new_tokens=40)
     perfect = DraftModel(TARGET, num_draft=3)
-    silent = NGram(num_draft=2, min_match=8, max_match=8)
+    silent = SilentDrafter()
     out = specjax.generate(TARGET, PROMPTS, drafter=Hybrid((silent, perfect)), max_new_tokens=40)
     for got, expected in zip(out.tokens, answer.tokens, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -142,20 +142,24 @@ def test_hybrid_tree_accepts_the_better_branch():
     for row, prompt, tokens in zip(answer, PROMPTS, plain.tokens, strict=True):
         row[: len(prompt) + 40] = [*prompt, *tokens]
     answer = jnp.asarray(answer)
-    even, odd = (ReplayDrafter(num_draft=3, answer=answer, lie=lie) for lie in (2, 3))
-    both = Hybrid((even, odd), choose="tree")
+    right = (
+        jnp.arange(60) // 10
+    ) % 2 == 0  # each knows the half of the text that the other does not
+    wrong = (answer + 1) % TARGET.vocab_size
+    some = ReplayDrafter(num_draft=4, answer=jnp.where(right, answer, wrong))
+    others = ReplayDrafter(num_draft=4, answer=jnp.where(right, wrong, answer))
     lengths = [
         specjax.generate(
             TARGET, PROMPTS, drafter=d, max_new_tokens=40
         ).statistics.mean_acceptance_length
-        for d in (even, odd, both)
+        for d in (some, others, Hybrid((some, others), choose="tree"))
     ]
-    assert lengths[2] > max(lengths[:2]) + 0.2
+    assert lengths[2] > max(lengths[:2]) + 0.5
 
 
 def test_adaptive_stops_and_probes():
     liar = Adaptive(DraftModel(tiny_target(9), num_draft=3), draft_cost=0.5, probe=10)
-    out = specjax.generate(TARGET, PROMPTS, drafter=liar, max_new_tokens=200)
+    out = specjax.generate(TARGET, PROMPTS, drafter=liar, max_new_tokens=300)
     rounds, drafted = out.statistics.rounds, out.statistics.drafted
     assert (drafted < 0.25 * rounds).all()  # it gave up
     assert (drafted >= 0.05 * rounds).all()  # and looks again
@@ -227,24 +231,8 @@ def test_lossy_acceptance_accepts_more_and_only_when_asked():
         return out.statistics.mean_acceptance_length
 
     assert not Verification(lossy_threshold=0.2).exact and Verification().exact
-    assert length(lossy_threshold=0.1) > length() + 0.3
+    assert length(lossy_threshold=0.1) > length() + 0.1
     assert length(lossy_threshold=1.0) == length()
-
-
-def test_block_verification_accepts_at_least_as_much():
-    drafter = DraftModel(noisy(TARGET, 0.3), num_draft=4)
-    lengths = [
-        specjax.generate(
-            TARGET,
-            PROMPTS * 20,
-            drafter=drafter,
-            max_new_tokens=60,
-            sampling=Sampling(temperature=1.0),
-            verification=Verification(law=law),
-        ).statistics.mean_acceptance_length
-        for law in ("token", "block")
-    ]
-    assert lengths[1] > lengths[0] - 0.02
 
 
 def test_trees():

@@ -133,7 +133,7 @@ def test_maps_equal_dictionaries(name, text, prompt, counts):
         slow.committed(text[len(row) : len(row) + count])
 
 
-MOD = NGramMod(n=3, min_draft=2, max_draft=6, slots=1 << 12)
+MOD = NGramMod(n=3, min_draft=2, max_draft=6, slots=1 << 18)  # few collisions
 MOD_REPLAY = Replay(MOD)
 
 

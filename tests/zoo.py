@@ -159,6 +159,16 @@ class ReplayDrafter(Stateless):
 
 
 @struct.dataclass
+class SilentDrafter(Stateless):
+    """Never proposes anything."""
+
+    def propose(self, target, state, context: Context) -> tuple[Proposal, None]:
+        batch = context.length.shape[0]
+        tokens = jnp.zeros((batch, self.num_draft), jnp.int32)
+        return Proposal(tokens=tokens, length=jnp.zeros(batch, jnp.int32)), None
+
+
+@struct.dataclass
 class RandomTreeDrafter(Stateless):
     """Adversarial: random tokens out of a few, random parents, random lengths."""
 

@@ -86,6 +86,19 @@ class Observation:
     next_token: Array
 
 
+def drafts_committed(drafted: Array, length: Array, observation: Observation) -> Array:
+    """How many of a drafter's own drafts were committed, whoever proposed them in the end: int32[B].
+
+    Args:
+      drafted: int32[B, N], its last proposal; length: int32[B], how much of it counts.
+      observation: of the round.
+    """
+    size = min(observation.tokens.shape[1] - 1, drafted.shape[1])
+    same = observation.tokens[:, 1 : size + 1] == drafted[:, :size]
+    same &= jnp.arange(size) < jnp.minimum(observation.count - 1, length)[:, None]
+    return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
 @struct.dataclass
 class Shared:
     """Marks what all rows of a drafter's state have in common; everything else there has the rows as its first axis.

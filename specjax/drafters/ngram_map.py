@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from specjax.drafters.base import Context, Observation, Proposal
+from specjax.drafters.base import Context, Observation, Proposal, drafts_committed
 from specjax.models.transformer import Target
 
 
@@ -161,11 +161,7 @@ class NGramMap:
     def _judge(self, state: NGramMapState, observation: Observation) -> NGramMapState:
         """Adapts the length of the entry that the last proposal came from."""
         slot, entry, length = state.used.T
-        size = min(observation.tokens.shape[1] - 1, self.m)
-        same = observation.tokens[:, 1 : size + 1] == state.drafted[:, :size]
-        index = jnp.arange(size)
-        same &= index < jnp.minimum(observation.count - 1, length)[:, None]
-        stood = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
+        stood = drafts_committed(state.drafted, length, observation)
         reach = jnp.where(stood < length, jnp.maximum(stood, 1), jnp.minimum(2 * stood + 1, self.m))
         rows = jnp.arange(slot.shape[0])
         judged = (length > 0) & (observation.count > 0)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from specjax.drafters.base import Context, Observation, Proposal, Shared
+from specjax.drafters.base import Context, Observation, Proposal, Shared, drafts_committed
 from specjax.drafters.ngram_map import check_sizes
 from specjax.models.transformer import Target
 
@@ -124,10 +124,7 @@ class NGramMod:
 
         # a new prompt, and a table over a quarter full; or a row that it has misled five times
         begins = jnp.any((state.tail[:, -1] < 0) & (count > 0))
-        stood = tokens[:, 1:] == state.drafted[:, : size - 1]
-        limit = jnp.minimum(count - 1, state.size)[:, None]
-        stood &= jnp.arange(stood.shape[1]) < limit
-        stood = jnp.sum(jnp.cumprod(stood.astype(jnp.int32), axis=1), axis=1)
+        stood = drafts_committed(state.drafted, state.size, observation)
         proposed = (state.size > 0) & (count > 0)
         bad = jnp.where(proposed & (4 * stood < state.size), state.bad + 1, state.bad)
         bad = jnp.where(proposed & (4 * stood >= state.size), 0, bad)
@@ -141,6 +138,9 @@ class NGramMod:
         table = state.table.value
         old = jnp.take(table, at, mode="fill", fill_value=0) >> TOKEN_BITS
         filled += jnp.sum((at < self.slots) & (old != epoch), dtype=jnp.int32)
+        # of equal indices the last one counts; a scatter may write them in any order
+        later = jnp.arange(at.size) > jnp.arange(at.size)[:, None]
+        at = jnp.where(jnp.any((at == at[:, None]) & later, axis=1), self.slots, at)
         entries = (epoch << TOKEN_BITS) + tokens.reshape(-1)
         tail = count[:, None] + jnp.arange(self.n)
         return replace(
