@@ -4,6 +4,12 @@ import os
 import tempfile
 from pathlib import Path
 
+# Most of a test's time is XLA compiling programs that run for milliseconds. Must be set before jax is imported.
+if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    ).strip()
+
 import jax
 import pytest
 
