@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import count_compilations, describe_device, use_compilation_cache
+from common import (
+    DrafterName,
+    count_compilations,
+    describe_device,
+    make_drafter,
+    use_compilation_cache,
+)
 from peers import PEERS, Engine
 from rich.console import Console
 from rich.progress import track
@@ -31,7 +37,9 @@ import specjax
 from specjax.decoding import decode, prefill
 from specjax.drafters.base import Context, NoDrafter, Proposal
 from specjax.generate import prepare
+from specjax.monitoring import Monitor
 from specjax.trees import ladder
+from specjax.tuning import time_pass
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 Section = Literal["curve", "plain", "workloads", "compile"]
@@ -44,9 +52,11 @@ class Options:
 
     Attributes:
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
-      sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `workloads` (n-gram
-        drafts by workload, greedy and at temperature 1), `compile` (first call, second process).
+      sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `workloads` (drafters
+        by workload), `compile` (first call, second process).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
+      drafters: which to compare on the workloads.
+      temperatures: at which.
       limit: prompts per workload at most.
       max_new_tokens: per prompt.
       repeats: measurements per figure; medians are reported.
@@ -56,6 +66,8 @@ class Options:
     target: str = "smollm2-135m-instruct"
     sections: tuple[Section, ...] = ("curve", "plain", "workloads", "compile")
     prompts: Path = HERE / "prompts.jsonl"
+    drafters: tuple[DrafterName, ...] = ("ngram", "suffix", "adaptive")
+    temperatures: tuple[float, ...] = (0.0, 1.0)
     limit: int = 8
     max_new_tokens: int = 1024
     repeats: int = 3
@@ -88,20 +100,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@partial(jax.jit, static_argnames=("width", "passes"), donate_argnames="cache")
-def isolated_passes(target, cache, tokens, width: int, passes: int):
-    """`passes` bare target passes of `width` tokens, each committed by one token."""
-
-    def step(_, carry):
-        cache, tokens = carry
-        positions = cache.length[:, None] + jnp.arange(width)
-        out = target(tokens, positions, cache)
-        cache = cache.commit(out.block, jnp.ones_like(cache.length))
-        return cache, jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-
-    return jax.lax.fori_loop(0, passes, step, (cache, tokens))
-
-
 def measure_curve(target: Any, repeats: int, slots: int = 512, passes: int = 30) -> dict[str, Any]:
     """Milliseconds of a bare pass and of a whole round, by width, taken in turn."""
     widths = ladder(15)
@@ -110,12 +108,7 @@ def measure_curve(target: Any, repeats: int, slots: int = 512, passes: int = 30)
     prompt = [1] * 100
     for attempt in range(repeats + 1):  # the first compiles
         for width in widths:
-            cache = target.init_cache(1, slots)
-            cache = cache.replace(length=cache.length + 100)
-            tokens = jnp.ones((1, width), jnp.int32)
-            began = time.perf_counter()
-            jax.block_until_ready(isolated_passes(target, cache, tokens, width, passes))
-            bare_time = (time.perf_counter() - began) / passes
+            bare_time = time_pass(target, width, slots=slots, passes=passes)
             drafter, state, chunk = prepare(
                 target,
                 [prompt],
@@ -203,79 +196,118 @@ def read_workloads(options: Options) -> dict[str, list[str]]:
     return dict(workloads)
 
 
+def oracle_cost(prompt: list[int], answer: list[int], curve: dict[int, float]) -> float:
+    """Cost, in plain passes, of an answer drafted by look-up that knew beforehand how much would stand.
+
+    Every round proposes as much of the longest match's continuation as the answer repeats, and nothing where it repeats
+    nothing: what choosing the length can gain at most.
+    """
+    row, cost, at = np.asarray([*prompt, *answer]), 0.0, len(prompt)
+    most = max(curve) - 1
+    while at < len(row):
+        history = row[:at]
+        agree, match = np.arange(at) < at - 1, np.zeros(at, int)
+        for back in range(min(8, at)):
+            shifted = np.concatenate([np.full(back, -1), history[: at - back]])
+            agree = agree & (shifted == history[at - 1 - back])
+            match += agree
+        stood = 0
+        if match.max() > 0:
+            end = at - 1 - int(np.argmax(match[::-1]))
+            period = at - 1 - end
+            while stood < min(most, len(row) - at - 1) and (
+                row[at + stood] == row[end + 1 + stood % period]
+            ):
+                stood += 1
+        cost += curve[min(w for w in curve if w > stood)]
+        at += stood + 1
+    return cost
+
+
 def measure_workloads(
-    target: Any, options: Options, tokenizer: specjax.Tokenizer, temperature: float
+    target: Any,
+    options: Options,
+    tokenizer: specjax.Tokenizer,
+    temperature: float,
+    curve: dict[int, float],
 ) -> dict[str, Any]:
-    """n-gram drafts against plain decoding by workload; every prompt plain and drafted in turn."""
-    drafter = specjax.NGram()
+    """Drafters against plain decoding by workload; every prompt with each in turn."""
+    drafters = {"plain": None} | {name: make_drafter(name, None) for name in options.drafters}
     sampling = specjax.Sampling(temperature=temperature)
-    table = Table(
-        "workload",
-        "tokens",
-        "plain/s",
-        "n-gram/s",
-        "speed-up",
-        "length",
-        "accepted",
-        "identical",
-        title=f"n-gram drafts, temperature {temperature:g} (tokens per second, mean acceptance length)",
-    )
-    result = {}
+    table = Table("workload", "tokens", "plain/s", title=f"Speed-up at temperature {temperature:g}")
+    for name in options.drafters:
+        table.add_column(f"{name} (length)")
+    table.add_column("oracle")
+    table.add_column("identical")
+    result: dict[str, Any] = {}
     for workload, texts in read_workloads(options).items():
-        seconds = {"plain": 0.0, "ngram": 0.0}
-        tokens = {"plain": 0, "ngram": 0}
-        emitted = rounds = drafted = accepted = 0
-        same = 0
+        seconds, tokens = defaultdict(float), defaultdict(int)
+        counts = {name: Monitor() for name in drafters}
+        same, ideal = defaultdict(int), 0.0
         for i, text in enumerate(
             track(texts, description=workload, console=console, transient=True)
         ):
             prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
-            runs = {}
-            for name, used in (("plain", None), ("ngram", drafter)):
+            plain = None
+            for name, drafter in drafters.items():
                 run = partial(
                     specjax.generate,
                     target,
                     [prompt],
-                    drafter=used,
+                    drafter=drafter,
                     max_new_tokens=options.max_new_tokens,
                     sampling=sampling,
                     key=i,
                     stop_token_ids=tokenizer.stop_token_ids,
                 )
                 with count_compilations() as compiled:
-                    runs[name] = run()
+                    out = run()
                 if compiled:
-                    runs[name] = run()
-                seconds[name] += runs[name].decode_seconds
-                tokens[name] += len(runs[name].tokens[0])
-            counts = runs["ngram"].statistics
-            emitted += int(counts.emitted.sum())
-            rounds += int(counts.rounds.sum())
-            drafted += int(counts.drafted.sum())
-            accepted += int(counts.accepted.sum())
-            same += np.array_equal(runs["plain"].tokens[0], runs["ngram"].tokens[0])
-        speeds = {name: tokens[name] / seconds[name] for name in seconds}
+                    out = run()
+                plain = out if plain is None else plain
+                seconds[name] += out.decode_seconds
+                tokens[name] += len(out.tokens[0])
+                counts[name].add(out.statistics)
+                same[name] += np.array_equal(plain.tokens[0], out.tokens[0])
+            assert plain is not None
+            ideal += oracle_cost(prompt, plain.tokens[0].tolist(), curve)
+        speeds = {name: tokens[name] / seconds[name] for name in drafters}
         result[workload] = {
-            "tokens": tokens["ngram"],
-            "plain_tokens_per_second": speeds["plain"],
-            "ngram_tokens_per_second": speeds["ngram"],
-            "speed_up": speeds["ngram"] / speeds["plain"],
-            "mean_acceptance_length": emitted / rounds,
-            "acceptance_rate": accepted / max(drafted, 1),
-            "identical": same,
             "prompts": len(texts),
+            "plain_tokens_per_second": speeds["plain"],
+            "oracle_speed_up": tokens["plain"] / ideal,
+            "drafters": {
+                name: {
+                    "tokens_per_second": speeds[name],
+                    "speed_up": speeds[name] / speeds["plain"],
+                    "identical": same[name],
+                    **counts[name].to_json(),
+                }
+                for name in options.drafters
+            },
         }
         table.add_row(
             workload,
-            str(tokens["ngram"]),
+            str(tokens["plain"]),
             f"{speeds['plain']:.1f}",
-            f"{speeds['ngram']:.1f}",
-            f"{speeds['ngram'] / speeds['plain']:.2f}x",
-            f"{emitted / rounds:.2f}",
-            f"{accepted / max(drafted, 1):.0%}",
-            f"{same}/{len(texts)}",
+            *(
+                f"{speeds[n] / speeds['plain']:.2f}x ({counts[n].mean_acceptance_length:.2f})"
+                for n in options.drafters
+            ),
+            f"{tokens['plain'] / ideal:.2f}x",
+            "/".join(str(same[n]) for n in options.drafters) + f" of {len(texts)}",
         )
+    means = {
+        n: float(np.mean([w["drafters"][n]["speed_up"] for w in result.values()]))
+        for n in options.drafters
+    }
+    oracle = float(np.mean([w["oracle_speed_up"] for w in result.values()]))
+    table.add_section()
+    table.add_row("mean", "", "", *(f"{means[n]:.2f}x" for n in means), f"{oracle:.2f}x", "")
     console.print(table)
+    console.print(
+        "length: tokens per target pass. oracle: the best that look-up could do if it knew how much will stand."
+    )
     return result
 
 
@@ -318,8 +350,12 @@ def main(options: Options) -> None:
     if "plain" in options.sections:
         report["plain"] = measure_plain(target, options, tokenizer)
     if "workloads" in options.sections:
-        report["greedy"] = measure_workloads(target, options, tokenizer, 0.0)
-        report["temperature 1"] = measure_workloads(target, options, tokenizer, 1.0)
+        times = report.get("curve") or measure_curve(target, 1)
+        curve = {w: ms / times["pass_ms"][1] for w, ms in times["pass_ms"].items()}
+        for temperature in options.temperatures:
+            report[f"temperature {temperature:g}"] = measure_workloads(
+                target, options, tokenizer, temperature, curve
+            )
     if "compile" in options.sections:
         report["compile"] = measure_compile(options)
     if options.json is not None:

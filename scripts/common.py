@@ -1,9 +1,11 @@
 """What the commands share: how they start and how they name drafters."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 
@@ -45,6 +47,18 @@ def _sized(cls: Any, num_draft: int | None, **given: Any) -> Any:
     return cls(**given) if num_draft is None else cls(num_draft=num_draft, **given)
 
 
+DrafterName = Literal[
+    "none",
+    "ngram",
+    "ngram-simple",
+    "ngram-map-k",
+    "ngram-map-k4v",
+    "ngram-mod",
+    "suffix",
+    "adaptive",
+    "adaptive-suffix",
+]
+
 DRAFTERS: dict[str, Callable[[int | None], Any]] = {
     "none": lambda _: None,
     "ngram": lambda n: _sized(specjax.NGram, n),
@@ -85,3 +99,37 @@ def make_drafter(
             return _sized(specjax.EarlyExit, num_draft, num_layers=exit_layer)
     names = ", ".join([*DRAFTERS, "draft-model", "early-exit"])
     raise ValueError(f"drafter must be one of {names}; got {name!r}")
+
+
+def read_conversations(path: Path) -> list[list[dict[str, str]]]:
+    """Every prompt of a file as a conversation: JSON lines with `prompt`, `turns` or `messages`, or one text.
+
+    Raises:
+      ValueError: a line that has none of these, with its number.
+    """
+    content = path.read_text()
+    if path.suffix != ".jsonl":
+        return [[{"role": "user", "content": content}]]
+    found: list[list[dict[str, str]]] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(row, dict) or not row.keys() & {"messages", "turns", "prompt"}:
+            raise ValueError(
+                f"{path}:{number}: expected prompt, turns or messages, got {str(row)[:80]}"
+            )
+        if "messages" in row:
+            found.append(row["messages"])
+        else:
+            first = row["turns"][0] if "turns" in row else row["prompt"]
+            found.append([{"role": "user", "content": first}])
+    return found
+
+
+def encode_conversations(
+    path: Path, tokenizer: specjax.Tokenizer, limit: int | None = None
+) -> list[list[int]]:
+    """The first `limit` conversations of a file, as token ids up to the assistant's turn."""
+    return [tokenizer.encode_chat(c) for c in read_conversations(path)[:limit]]

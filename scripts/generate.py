@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from common import describe_device, make_drafter, use_compilation_cache
+from common import (
+    DrafterName,
+    describe_device,
+    make_drafter,
+    read_conversations,
+    use_compilation_cache,
+)
 from rich.console import Console
 from rich.progress import track
 
@@ -43,19 +49,7 @@ class Options:
     """
 
     target: str = "smollm2-135m-instruct"
-    drafter: Literal[
-        "none",
-        "ngram",
-        "ngram-simple",
-        "ngram-map-k",
-        "ngram-map-k4v",
-        "ngram-mod",
-        "suffix",
-        "adaptive",
-        "adaptive-suffix",
-        "draft-model",
-        "early-exit",
-    ] = "ngram"
+    drafter: DrafterName | Literal["draft-model", "early-exit"] = "ngram"
     draft_model: str | None = None
     exit_layer: int | None = None
     num_draft: int | None = None
@@ -72,31 +66,13 @@ class Options:
     json: Path | None = None
 
 
-def read_prompts(options: Options) -> list[list[dict[str, str]]]:
-    """Every prompt as a conversation of user turns."""
-    texts: list[list[dict[str, str]]] = [[{"role": "user", "content": p}] for p in options.prompt]
-    if options.prompt_file is None:
-        return texts
-    content = options.prompt_file.read_text()
-    if options.prompt_file.suffix != ".jsonl":
-        return [*texts, [{"role": "user", "content": content}]]
-    for number, line in enumerate(content.splitlines(), 1):
-        row = json.loads(line)
-        if "messages" in row:
-            texts.append(row["messages"])
-        elif "turns" in row or "prompt" in row:
-            first = row["turns"][0] if "turns" in row else row["prompt"]
-            texts.append([{"role": "user", "content": first}])
-        else:
-            raise ValueError(
-                f"{options.prompt_file}:{number}: expected prompt, turns or messages, got {list(row)}"
-            )
-    return texts
-
-
 def main(options: Options) -> None:
     use_compilation_cache()
-    conversations = read_prompts(options)
+    conversations: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": prompt}] for prompt in options.prompt
+    ]
+    if options.prompt_file is not None:
+        conversations += read_conversations(options.prompt_file)
     if not conversations:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
     sampling = specjax.Sampling(

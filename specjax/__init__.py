@@ -1,5 +1,6 @@
 """Speculative decoding in JAX: draft, verify and accept in one jitted loop, following the target's distribution exactly."""
 
+from specjax.batching import Completion, generate_stream, generate_to_file
 from specjax.checkpoints import CheckpointError, Tokenizer, load_target, load_tokenizer
 from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Drafter, NoDrafter, Proposal
@@ -8,9 +9,11 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.drafters.suffix import Suffix
+from specjax.drafters.translated import TranslatedModel, translate
 from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.generate import Generation, Piece, generate, stream
 from specjax.models.transformer import Target, Transformer
+from specjax.monitoring import Monitor
 from specjax.sampling import Sampling
 from specjax.statistics import Statistics
 from specjax.verification import Verification
@@ -18,11 +21,13 @@ from specjax.verification import Verification
 __all__ = [
     "Adaptive",
     "CheckpointError",
+    "Completion",
     "DraftModel",
     "Drafter",
     "EarlyExit",
     "Generation",
     "Hybrid",
+    "Monitor",
     "NGram",
     "NoDrafter",
     "Piece",
@@ -35,9 +40,13 @@ __all__ = [
     "Tokenizer",
     "TopKTree",
     "Transformer",
+    "TranslatedModel",
     "Verification",
     "generate",
+    "generate_stream",
+    "generate_to_file",
     "load_target",
     "load_tokenizer",
     "stream",
+    "translate",
 ]

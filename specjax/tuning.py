@@ -1,7 +1,7 @@
 """Measures what speculation costs and what it would gain, before anyone pays for it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ import numpy as np
 
 from specjax.checkpoints.vocabulary import check_same_tokens, shared_tokens
 from specjax.drafters.draft_model import DraftModel
-from specjax.generate import generate
-from specjax.models.transformer import Target
+from specjax.drafters.early_exit import EarlyExit
+from specjax.generate import bucket, generate
+from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
 
 
@@ -158,3 +159,68 @@ def check_pair(
         costs=costs[1:],
         speed_up=speed_up,
     )
+
+
+def layer_changes(target: Transformer, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """How much every layer changes the stream: mean over tokens of 1 - cosine(input, output), float64[L].
+
+    Layers that change little are the first to skip (SWIFT and CLaSp use the same similarity).
+    """
+    count = target.config.num_layers
+    total, tokens = np.zeros(count), 0
+    for prompt in prompts:
+        size = bucket(len(prompt))
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(prompt)] = prompt
+        changes = np.asarray(_changes(target, jnp.asarray(padded), len(prompt)))
+        total += changes
+        tokens += len(prompt)
+    return total / tokens
+
+
+@jax.jit
+def _changes(target: Transformer, tokens: jax.Array, length: jax.Array | int) -> jax.Array:
+    size = tokens.shape[1]
+    positions = jnp.arange(size)[None]
+    taps = tuple(range(target.config.num_layers + 1))
+    x = target(tokens, positions, target.init_cache(1, 1), taps=taps).taps[0].astype(jnp.float32)
+    norm = jnp.linalg.norm(x, axis=-1)
+    cosine = jnp.sum(x[:, :-1] * x[:, 1:], -1) / (norm[:, :-1] * norm[:, 1:])
+    return jnp.sum(jnp.where(positions[0, :, None] < length, 1 - cosine, 0.0), axis=0)
+
+
+@dataclass(frozen=True)
+class LayerTrial:
+    """A set of drafting layers, measured.
+
+    Attributes:
+      drafter: what was tried.
+      mean_acceptance_length: tokens per target pass.
+      speed_up: plain decoding time over its time, on the same prompts in turn.
+    """
+
+    drafter: EarlyExit
+    mean_acceptance_length: float
+    speed_up: float
+
+
+def try_layers(
+    target: Transformer,
+    prompts: Sequence[Sequence[int]],
+    drafters: Sequence[EarlyExit],
+    *,
+    max_new_tokens: int = 64,
+) -> Iterator[LayerTrial]:
+    """Decodes the prompts greedily, plainly and with every drafter in turn; yields each result."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    for drafter in drafters:
+        for used in (None, drafter):  # compiles
+            generate(target, [prompts[0]], drafter=used, **options)
+        spent, emitted, rounds = {True: 0.0, False: 0.0}, 0, 0
+        for prompt in prompts:
+            for drafted in (False, True):
+                out = generate(target, [prompt], drafter=drafter if drafted else None, **options)
+                spent[drafted] += out.decode_seconds
+            emitted += int(out.statistics.emitted.sum())
+            rounds += int(out.statistics.rounds.sum())
+        yield LayerTrial(drafter, emitted / max(rounds, 1), spent[False] / spent[True])

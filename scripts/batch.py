@@ -1,0 +1,112 @@
+"""Answers a file of prompts, many at a time, and goes on where an earlier run stopped.
+
+python scripts/batch.py --prompts prompts.jsonl --output answers.jsonl --slots 16
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from common import (
+    DrafterName,
+    encode_conversations,
+    make_drafter,
+    use_compilation_cache,
+)
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import specjax
+from specjax.batching import Completion, generate_to_file, read_completions
+
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Answer a file of prompts.
+
+    Attributes:
+      prompts: JSON lines with `prompt`, `turns` or `messages`.
+      output: JSON lines, one per answer, in the order in which they end; answers that are there are kept.
+      target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
+      drafter: what proposes tokens.
+      num_draft: tokens proposed per round at most; the drafter's own default otherwise.
+      slots: prompts that decode together.
+      max_new_tokens: budget per prompt.
+      temperature: 0 takes the most likely token.
+      seed: of the random keys.
+      limit: only the first prompts.
+    """
+
+    prompts: Path
+    output: Path
+    target: str = "smollm2-135m-instruct"
+    drafter: DrafterName = "none"
+    num_draft: int | None = None
+    slots: int = 16
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    limit: int | None = None
+
+
+def main(options: Options) -> None:
+    use_compilation_cache()
+    tokenizer = specjax.load_tokenizer(options.target)
+    prompts = encode_conversations(options.prompts, tokenizer, options.limit)
+    target = specjax.load_target(options.target)
+    known = len(read_completions(options.output))
+    emitted = rounds = 0
+    began = time.perf_counter()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling ...", total=len(prompts), completed=known)
+
+        def show(completion: Completion) -> None:
+            nonlocal emitted, rounds
+            emitted += completion.emitted
+            rounds += completion.rounds
+            speed = emitted / (time.perf_counter() - began)
+            progress.update(
+                task,
+                advance=1,
+                description=f"{speed:.0f} tokens/s, {emitted / max(rounds, 1):.2f} tokens a pass",
+            )
+
+        added = generate_to_file(
+            target,
+            prompts,
+            options.output,
+            extra=lambda c: {
+                "prompt": prompts[c.index],
+                "text": tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True),
+            },
+            progress=show,
+            slots=options.slots,
+            drafter=make_drafter(options.drafter, options.num_draft),
+            max_new_tokens=options.max_new_tokens,
+            sampling=specjax.Sampling(temperature=options.temperature),
+            key=options.seed,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+    seconds = time.perf_counter() - began
+    console.print(
+        f"{added} answers added to {options.output} ({known} were there): {emitted} tokens in {seconds:.1f} s, "
+        f"{emitted / seconds:.1f} tokens/s, compilation included"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/] {error}")
+        sys.exit(1)
