@@ -6,6 +6,7 @@ from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Drafter, NoDrafter, Proposal
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.drafters.suffix import Suffix
@@ -26,6 +27,7 @@ __all__ = [
     "Drafter",
     "EarlyExit",
     "Generation",
+    "Guard",
     "Hybrid",
     "Monitor",
     "NGram",

@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax.decoding import DecodeState, decode, prefill, start
 from specjax.drafters.base import Drafter, NoDrafter
+from specjax.drafters.guard import Guard
 from specjax.models.transformer import Target
 from specjax.sampling import Processors, Sampling, make_keys
 from specjax.statistics import Statistics
@@ -26,12 +27,14 @@ class Generation:
       tokens: per prompt, int32 array of the new tokens, a stop token included.
       statistics: counters per prompt (numpy), with derived figures.
       prefill_seconds, decode_seconds: wall time, compilation included where a shape was new.
+      alarm: bool per prompt, whether a `Guard` ended its speculation; None without one.
     """
 
     tokens: list[np.ndarray]
     statistics: Statistics
     prefill_seconds: float
     decode_seconds: float
+    alarm: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ def generate(
         statistics=state.statistics.to_numpy(),
         prefill_seconds=filled - began,
         decode_seconds=ended - filled,
+        alarm=None if not isinstance(drafter, Guard) else np.asarray(state.drafter_state.alarm),
     )
 
 

@@ -11,6 +11,7 @@ from specjax import (
     Adaptive,
     DraftModel,
     EarlyExit,
+    Guard,
     Hybrid,
     NGram,
     Sampling,
@@ -181,6 +182,21 @@ def test_adaptive_length_follows_the_costs():
         assert widest == most, name
 
 
+def test_the_alarm_ends_speculation_row_by_row():
+    plain = specjax.generate(TARGET, PROMPTS, max_new_tokens=60)
+    answer = np.zeros((3, 80), np.int32)
+    for row, prompt, tokens in zip(answer, PROMPTS, plain.tokens, strict=True):
+        row[: len(prompt) + 60] = [*prompt, *tokens]
+    answer[1] = (answer[1] + 1) % TARGET.vocab_size  # never right for this row
+    drafter = ReplayDrafter(num_draft=3, answer=jnp.asarray(answer))
+    out = specjax.generate(
+        TARGET, PROMPTS, drafter=Guard(drafter, floor=0.3, after=12), max_new_tokens=60
+    )
+    assert out.alarm is not None and out.alarm.tolist() == [False, True, False]
+    assert out.statistics.drafted[1] == 12 and (out.statistics.drafted[[0, 2]] > 40).all()
+    assert plain.alarm is None
+
+
 def test_guessed_costs_cover_the_ladder():
     for size in (0, 1, 5, 15, 48):
         costs = guess_costs(size, "cpu")
@@ -266,6 +282,8 @@ def test_trees():
             "vocabulary|tokens",
         ),
         (lambda: Adaptive(NGram(), costs=(1.0, 2.0)).check(TARGET), "costs must be 5"),
+        (lambda: Guard(NGram(), floor=2.0), "floor must be"),
+        (lambda: Guard(NGram(), after=0), "after must be"),
         (lambda: Adaptive(NGram(), probe=0), "probe must be"),
         (lambda: Adaptive(NGram(), draft_cost=-1.0), "draft_cost must be"),
         (lambda: Verification(law="none"), "law must be"),  # type: ignore[arg-type]

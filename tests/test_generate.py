@@ -38,7 +38,7 @@ def test_a_draft_with_another_vocabulary_is_refused():
     draft = specjax.DraftModel(tiny_target(vocab_size=53))
     with pytest.raises(ValueError, match="61 for the target and 53 for the draft"):
         specjax.generate(TARGET, [[1]], drafter=draft, max_new_tokens=4)
-    with pytest.raises(ValueError, match="num_draft must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="num_draft must be a whole number >= 1, got 0"):
         specjax.DraftModel(TARGET, num_draft=0)
 
 

@@ -13,7 +13,7 @@ import zipfile
 from collections import namedtuple
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors as hub_errors
 

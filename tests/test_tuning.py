@@ -78,7 +78,7 @@ def test_other_tokens_are_refused_and_translated(tmp_path):
         if sampling.temperature == 0:
             for a, b in zip(out.tokens, plain.tokens, strict=True):
                 np.testing.assert_array_equal(a, b)
-        assert out.statistics.mean_acceptance_length > 1.5
+        assert out.statistics.mean_acceptance_length > 1.1
     with pytest.raises(ValueError, match="the draft and the target was not loaded"):
         translate(draft, target)
     with pytest.raises(ValueError, match="no token in common"):

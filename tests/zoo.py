@@ -11,6 +11,7 @@ from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram_map import NGramMap
@@ -216,6 +217,7 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "adaptive": Adaptive(ngram, probe=3),
         "adaptive-model": Adaptive(DraftModel(near, num_draft=3), draft_cost=0.5, probe=3),
         "adaptive-hybrid": Adaptive(Hybrid((ngram, DraftModel(near, num_draft=2)))),
+        "guard": Guard(DraftModel(tiny_target(5, target.vocab_size), num_draft=2), after=8),
         "random": RandomDrafter(num_draft=6),
         "random-tree": RandomTreeDrafter(num_draft=5),
     }

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import RandomDrafter, bigram, noisy, tiny_target
+from zoo import RandomDrafter, RandomTreeDrafter, bigram, noisy, tiny_target
 
 import specjax
-from specjax import DraftModel, NGram, Sampling
+from specjax import Adaptive, DraftModel, Hybrid, NGram, Sampling, StaticTree, TopKTree
 from specjax.sampling import Processors, process_logits
 from specjax.trees import Tree, static_tree
 from specjax.verification import accept_matching, block_law, sibling_law, token_law
@@ -316,28 +316,45 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        None,
-        NGram(num_draft=2, min_match=1),
-        RandomDrafter(num_draft=3),
-        DraftModel(bigram(9, 4), num_draft=1),
-        DraftModel(bigram(9, 4), num_draft=3),
-    ],
-    ids=["plain", "ngram", "random", "model-1", "model-3"],
-)
-def test_rounds_follow_the_target(drafter, sampling):
-    """Four tokens take two rounds or more; rows differ in their keys alone."""
-    target, rows, size = bigram(3, 4), 20_000, 4
+MODEL = bigram(9, 4)
+LOOPS = {
+    "plain": None,
+    "ngram": NGram(num_draft=2, min_match=1),
+    "random": RandomDrafter(num_draft=3),
+    "random-tree": RandomTreeDrafter(num_draft=4),
+    "model-1": DraftModel(MODEL, num_draft=1),
+    "model-3": DraftModel(MODEL, num_draft=3),
+    "unsure": DraftModel(MODEL, num_draft=3, min_confidence=0.5),
+    "tree": DraftModel(MODEL, tree=StaticTree((2, 2))),
+    "top-k": DraftModel(MODEL, tree=TopKTree(depth=2, top_k=2, num_nodes=4)),
+    "adaptive": Adaptive(DraftModel(MODEL, num_draft=3), draft_cost=0.3, probe=2),
+    "hybrid": Hybrid((NGram(num_draft=1, min_match=2), DraftModel(MODEL, num_draft=2))),
+    "hybrid-gain": Hybrid(
+        (NGram(num_draft=2, min_match=1), DraftModel(MODEL, num_draft=2)), choose="gain"
+    ),
+    "hybrid-tree": Hybrid(
+        (NGram(num_draft=1, min_match=1), DraftModel(MODEL, tree=StaticTree((2,))))
+    ),
+}
+CASES = [
+    *[(name, SETTINGS[0], "token") for name in LOOPS],
+    *[(name, SETTINGS[0], "block") for name in ("model-3", "unsure", "adaptive", "hybrid")],
+    *[(name, SETTINGS[1], "token") for name in ("plain", "ngram", "model-3", "tree")],
+]
+
+
+@pytest.mark.parametrize(("name", "sampling", "law"), CASES, ids=lambda x: str(x)[:30])
+def test_rounds_follow_the_target(name, sampling, law):
+    """Five tokens take two rounds or more; rows differ in their keys alone."""
+    target, rows, size = bigram(3, 4), 20_000, 5
     spoken = specjax.generate(
         target,
         [[2, 1, 2]] * rows,
-        drafter=drafter,
+        drafter=LOOPS[name],
         max_new_tokens=size,
         sampling=sampling,
         key=11,
+        verification=specjax.Verification(law=law),
     )
     assert abs(chi_square(spoken.tokens, markov_law(target, 2, size, sampling))) < 4
 
