@@ -15,13 +15,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from common import (
+    DRAFTERS,
     DrafterName,
     count_compilations,
     describe_device,
@@ -38,11 +39,12 @@ from specjax.decoding import decode, prefill
 from specjax.drafters.base import Context, NoDrafter, Proposal
 from specjax.generate import prepare
 from specjax.monitoring import Monitor
+from specjax.sampling import Processors, make_keys
 from specjax.trees import ladder
 from specjax.tuning import time_pass
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-Section = Literal["curve", "plain", "workloads", "compile"]
+Section = Literal["curve", "plain", "lookup", "batch", "workloads", "compile"]
 HERE = Path(__file__).parent
 
 
@@ -52,8 +54,9 @@ class Options:
 
     Attributes:
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
-      sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `workloads` (drafters
-        by workload), `compile` (first call, second process).
+      sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `lookup` (cost of a
+        proposal over a long history), `batch` (a stream through one and through 16 slots), `workloads` (drafters by
+        workload), `compile` (first call, second process).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
       drafters: which to compare on the workloads.
       temperatures: at which.
@@ -64,7 +67,7 @@ class Options:
     """
 
     target: str = "smollm2-135m-instruct"
-    sections: tuple[Section, ...] = ("curve", "plain", "workloads", "compile")
+    sections: tuple[Section, ...] = get_args(Section)
     prompts: Path = HERE / "prompts.jsonl"
     drafters: tuple[DrafterName, ...] = ("ngram", "suffix", "adaptive")
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -311,6 +314,69 @@ def measure_workloads(
     return result
 
 
+def measure_lookup(target: Any, options: Options, history: int = 8192) -> dict[str, float]:
+    """Milliseconds of one proposal of every look-up drafter over a history of `history` tokens, and its share of a pass."""
+    tokens = np.random.default_rng(0).integers(0, 400, (1, history), np.int32)
+    context = Context(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray([history - 64]),
+        keys=make_keys(0, 1),
+        processors=Processors(),
+        seen=None,
+    )
+    drafters = {name: make_drafter(name, None) for name in DRAFTERS if name != "none"}
+    calls = {}
+    for name, drafter in drafters.items():
+        propose = jax.jit(lambda state, context, d=drafter: d.propose(target, state, context))
+        calls[name] = (propose, drafter.init(target, 1, history))
+    times: dict[str, list[float]] = defaultdict(list)
+    for attempt in range(options.repeats + 1):  # the first compiles
+        for name, (propose, state) in calls.items():
+            began = time.perf_counter()
+            for _ in range(20):
+                jax.block_until_ready(propose(state, context))
+            if attempt:
+                times[name].append(1e3 * (time.perf_counter() - began) / 20)
+        spent = 1e3 * time_pass(target, 1)
+        if attempt:
+            times["pass"].append(spent)
+    result = {name: float(np.median(spent)) for name, spent in times.items()}
+    table = Table("drafter", "ms", "of a pass", title=f"Look-up over {history} tokens")
+    for name in drafters:
+        table.add_row(name, f"{result[name]:.2f}", f"{result[name] / result['pass']:.1%}")
+    console.print(table)
+    return result
+
+
+def measure_batch(
+    target: Any, options: Options, tokenizer: specjax.Tokenizer, slots: int = 16
+) -> dict[str, float]:
+    """Tokens per second through one slot and through many, refilled, plain."""
+    texts = [t for texts in read_workloads(options).values() for t in texts][:32]
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": t}]) for t in texts]
+    prompts = [p for p in prompts if len(p) < 400]
+    result = {}
+    for size in (1, slots):
+        for _ in range(2):  # the first compiles
+            began = time.perf_counter()
+            done = list(
+                specjax.generate_stream(
+                    target,
+                    prompts,
+                    slots=size,
+                    max_new_tokens=96,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                )
+            )
+            seconds = time.perf_counter() - began
+        result[str(size)] = sum(c.emitted for c in done) / seconds
+    table = Table("slots", "tokens/s", "ratio", title=f"A stream of {len(prompts)} prompts, plain")
+    for size, speed in result.items():
+        table.add_row(size, f"{speed:.1f}", f"{speed / result['1']:.2f}x")
+    console.print(table)
+    return result
+
+
 def measure_compile(options: Options) -> dict[str, float]:
     """Seconds of a first drafted `generate` call in a new process: nothing compiled, and everything kept."""
     code = (
@@ -349,6 +415,10 @@ def main(options: Options) -> None:
         report["curve"] = measure_curve(target, options.repeats)
     if "plain" in options.sections:
         report["plain"] = measure_plain(target, options, tokenizer)
+    if "lookup" in options.sections:
+        report["lookup"] = measure_lookup(target, options)
+    if "batch" in options.sections:
+        report["batch"] = measure_batch(target, options, tokenizer)
     if "workloads" in options.sections:
         times = report.get("curve") or measure_curve(target, 1)
         curve = {w: ms / times["pass_ms"][1] for w, ms in times["pass_ms"].items()}

@@ -22,7 +22,7 @@ def run(script: str, *arguments: object, cache: Path, code: int = 0) -> str:
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if not code else done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,40 @@ def test_benchmark_runs_on_a_tiny_model(place, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text(json.dumps({"workload": "echo", "prompt": "one two one two one two"}))
     arguments = ["--target", model, "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1]
-    arguments += ["--json", out, "--sections", "curve", "workloads"]
-    run("benchmark.py", *arguments, cache=cache)
+    arguments += ["--json", out, "--sections", "curve", "workloads", "--drafters", "ngram"]
+    run("benchmark.py", *arguments, "--temperatures", 0, cache=cache)
     report = json.loads(out.read_text())
-    assert report["greedy"]["echo"]["identical"] == 1
+    echo = report["temperature 0"]["echo"]
+    assert echo["drafters"]["ngram"]["identical"] == 1 and echo["oracle_speed_up"] > 0
     curve = report["curve"]
     assert list(map(int, curve["pass_ms"])) == [1, 2, 4, 8, 16]
     assert np.isfinite([*curve["pass_ms"].values(), *curve["round_ms"].values()]).all()
+
+
+def test_batch_answers_a_file_and_goes_on(place, tmp_path):
+    model, cache = place
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": c}) for c in "abcde"))
+    arguments = ["--target", model, "--prompts", prompts, "--output", out, "--slots", 2]
+    arguments += ["--max-new-tokens", 5, "--drafter", "ngram"]
+    assert "3 answers added" in run("batch.py", *arguments, "--limit", 3, cache=cache)
+    assert "2 answers added" in run("batch.py", *arguments, cache=cache)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(5))
+    assert all(row["emitted"] == len(row["tokens"]) and row["prompt"] for row in rows)
+    prompts.write_text('{"question": 1}')
+    text = run("batch.py", *arguments, cache=cache, code=1)
+    assert "prompts.jsonl:1: expected prompt, turns or messages" in text
+
+
+def test_pairs_and_layers_are_measured(place, tmp_path):
+    model, cache = place
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "pair.json"
+    prompts.write_text(json.dumps({"prompt": "one two one two"}))
+    common = ["--target", model, "--prompts", prompts, "--max-new-tokens", 8]
+    pair = ["--draft", model, "--num-draft", 2, "--json", out]
+    text = run("check_pair.py", *common, *pair, cache=cache)
+    assert "one draft pass costs" in text
+    assert json.loads(out.read_text())["rates"]["0.0"][0] == 1.0
+    text = run("search_layers.py", *common, "--shares", 0.5, cache=cache)
+    assert "first" in text and "skip" in text

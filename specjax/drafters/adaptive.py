@@ -200,7 +200,9 @@ class Adaptive:
         expected = 1.0 + jnp.pad(jnp.cumsum(jnp.cumprod(rates, axis=1), axis=1), ((0, 0), (1, 0)))
         widths = jnp.asarray(ladder(size))
         if proposal.parent is None:
-            fits = jnp.minimum(widths - 1, proposal.length[:, None])
+            # how long a sampled proposal is depends on its tokens: it may shorten the choice, but not make it
+            most = jnp.where(fixed, proposal.length, size)[:, None]
+            fits = jnp.minimum(widths - 1, most)
             tokens = jnp.take_along_axis(expected, fits, axis=1)  # [B, widths]
         else:
             depth = Tree.create(proposal.parent).depth
@@ -212,6 +214,7 @@ class Adaptive:
         rows_total = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
         rung = jnp.where(jnp.all(fixed), jnp.argmax(rows_total / costs), own)
         length = jnp.take_along_axis(fits, rung[:, None], axis=1)[:, 0]
+        length = jnp.minimum(length, proposal.length)
         least = jnp.minimum(proposal.length, 1) if proposal.parent is None else proposal.length
         length = jnp.where(probing, jnp.maximum(length, least), length)
         best = jnp.arange(batch), own

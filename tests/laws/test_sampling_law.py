@@ -328,6 +328,9 @@ LOOPS = {
     "tree": DraftModel(MODEL, tree=StaticTree((2, 2))),
     "top-k": DraftModel(MODEL, tree=TopKTree(depth=2, top_k=2, num_nodes=4)),
     "adaptive": Adaptive(DraftModel(MODEL, num_draft=3), draft_cost=0.3, probe=2),
+    "adaptive-unsure": Adaptive(
+        DraftModel(MODEL, num_draft=3, min_confidence=0.5), costs=(1.0, 1.6, 1.7), probe=2
+    ),
     "hybrid": Hybrid((NGram(num_draft=1, min_match=2), DraftModel(MODEL, num_draft=2))),
     "hybrid-gain": Hybrid(
         (NGram(num_draft=2, min_match=1), DraftModel(MODEL, num_draft=2)), choose="gain"
