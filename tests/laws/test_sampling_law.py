@@ -349,7 +349,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "sampling", "law"), CASES, ids=lambda x: str(x)[:30])
 def test_rounds_follow_the_target(name, sampling, law):
     """Five tokens take two rounds or more; rows differ in their keys alone."""
-    target, rows, size = bigram(3, 4), 20_000, 5
+    target, rows, size = bigram(3, 4), 10_000, 5
     spoken = specjax.generate(
         target,
         [[2, 1, 2]] * rows,
