@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx, struct
 from jax import Array
 
@@ -184,6 +185,18 @@ class RandomTreeDrafter(Stateless):
 
         tokens, length, parent = jax.vmap(row)(stream(context.keys, DRAFT))
         return Proposal(tokens=tokens, length=length, parent=parent), None
+
+
+def grouped(*cases: Any) -> list:
+    """Test parameters, a drafter's name or a tuple that begins with one: a worker takes all tests of a name, and compiles
+    its programs once."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.xdist_group(case[0] if isinstance(case, tuple) else case),
+        )
+        for case in cases
+    ]
 
 
 def drafters(target: Transformer) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Suffix:
 
     memory: Array | None = None
     num_draft: int = struct.field(pytree_node=False, default=15)
-    max_depth: int = struct.field(pytree_node=False, default=24)
+    max_depth: int = struct.field(pytree_node=False, default=16)
     spec_factor: float = struct.field(pytree_node=False, default=2.0)
     min_probability: float = struct.field(pytree_node=False, default=0.1)
     candidates: int = struct.field(pytree_node=False, default=64)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import drafters, tiny_target
+from zoo import drafters, grouped, tiny_target
 
 from specjax import DraftModel, Sampling
 from specjax.decoding import decode, prefill
@@ -40,7 +40,8 @@ SAMPLED = ("ngram-mod", "noisy-model", "model-tree", "early-exit", "skip-first",
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"), [(n, 0.0) for n in ZOO] + [(n, 1.0) for n in SAMPLED]
+    ("name", "temperature"),
+    grouped(*[(n, 0.0) for n in ZOO], *[(n, 1.0) for n in SAMPLED]),
 )
 def test_cache_equals_fresh_prefill(name, temperature):
     drafter, state, chunk = prepare(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ReplayDrafter, bigram, drafters, tiny_target
+from zoo import ReplayDrafter, bigram, drafters, grouped, tiny_target
 
 import specjax
 from specjax import DraftModel, NGram
@@ -20,7 +20,7 @@ def same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", grouped(*ZOO))
 def test_greedy_identity(name):
     spoken = specjax.generate(TARGET, PROMPTS, drafter=ZOO[name], max_new_tokens=40)
     same(spoken.tokens, PLAIN.tokens)
@@ -96,7 +96,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("name", ["plain", *SOME])
+@pytest.mark.parametrize("name", grouped("plain", *SOME))
 def test_stop_token_anywhere_in_a_block_ends_the_row(name):
     """The stop token as first token, as draft, as correction and as bonus."""
     expected = [tokens.tolist() for tokens in PLAIN.tokens]
@@ -144,7 +144,7 @@ def test_streaming_gives_the_same_tokens():
 PENALTY = specjax.Sampling(repetition_penalty=1.7)
 
 
-@pytest.mark.parametrize("name", ["perfect-model", *SOME])
+@pytest.mark.parametrize("name", grouped("perfect-model", *SOME))
 def test_repetition_penalty_sees_the_drafts_before_it(name):
     options = {"max_new_tokens": 40, "sampling": PENALTY}
     plain = specjax.generate(TARGET, PROMPTS, **options)

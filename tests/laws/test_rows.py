@@ -44,7 +44,8 @@ def test_batch_equals_single_rows(name):
     for i, at in ((0, 1), (2, 0), (2, 3), (3, 2)):
         np.testing.assert_array_equal(together.tokens[i], shuffled.tokens[at])
         assert together.statistics.rounds[i] == shuffled.statistics.rounds[at]
-    for i in range(4):
+    # alone, other steps of the processors are switched off: for every row once, then for two
+    for i in range(4) if name == "plain" else (0, 2):
         alone = spoken(ZOO[name], [i])
         np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
 
