@@ -248,7 +248,7 @@ def accept(
             raise ValueError("synthetic_rates judge chains; this drafter proposes trees")
         count = synthetic_law(u, rule.synthetic_rates, proposal.length)
         return Acceptance(count=count, next_token=chosen[:, -1])
-    if processors.greedy or log_q is None or width == 1:
+    if processors.greedy or log_q is None or width == 1 or rule.lossy_threshold is not None:
         return matched
 
     assert log_p is not None  # not greedy

@@ -33,7 +33,8 @@ class Verification:
 
     Attributes:
       law: for chains drawn from a known q: "token" judges them one by one, "block" together, which accepts more.
-      lossy_threshold: LOSSY. A draft also stands where the target gives it at least this probability. None is exact.
+      lossy_threshold: LOSSY. A draft stands if it is the target's own token, or if the target gives it at least this
+        probability; its q is not looked at. None is exact.
       synthetic_rates: INVALID TEXT. For measuring speeds: draft i stands with unconditional probability rates[i],
         whatever it is. None judges the drafts.
 
