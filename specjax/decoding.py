@@ -21,31 +21,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from specjax.acceptance import accept
 from specjax.drafters.base import Context, Drafter, Observation, Proposal, Shared
 from specjax.models.transformer import Target
-from specjax.sampling import (
-    ACCEPT,
-    RESIDUAL,
-    Processors,
-    draw,
-    position_keys,
-    process_logits,
-    round_keys,
-    seen_at_nodes,
-    stream,
-    tokens_seen,
-)
+from specjax.sampling import Processors, round_keys, tokens_seen
 from specjax.statistics import Statistics
 from specjax.trees import Tree, ladder
-from specjax.verification import (
-    Acceptance,
-    Verification,
-    accept_matching,
-    block_law,
-    sibling_law,
-    synthetic_law,
-    token_law,
-)
+from specjax.verification import Acceptance, Verification
 
 
 @struct.dataclass
@@ -163,7 +145,7 @@ class Verdict:
 
 
 def verify(
-    target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, keys: Array
+    target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, context: Context
 ) -> Verdict:
     """One target pass over [newest token, drafts], as narrow as this round's longest proposal allows."""
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -185,7 +167,9 @@ def verify(
             taps=drafter.taps,
             **known,
         )
-        acceptance = accept(output.logits, tokens, state, proposal, part, keys)
+        acceptance = accept(
+            output.logits, tokens, part, proposal, context, state.keys, state.verification
+        )
         spare = widths[-1] - width
         if acceptance.path is not None:
             acceptance = replace(acceptance, path=jnp.pad(acceptance.path, ((0, 0), (0, spare))))
@@ -197,79 +181,6 @@ def verify(
     needed = jnp.max(proposal.length) + 1
     rung = jnp.sum(needed > jnp.asarray(widths[:-1]))
     return jax.lax.switch(rung, [partial(at_width, width) for width in widths])
-
-
-def accept(
-    logits: Array,
-    tokens: Array,
-    state: DecodeState,
-    proposal: Proposal,
-    tree: Tree | None,
-    keys: Array,
-) -> Acceptance:
-    """Judges a block: by matching where the drafts are deterministic, by their q where they were drawn from it.
-
-    Args:
-      logits: float32[B, w, V] after each of the block's first w nodes.
-      tokens: int32[B, w] of those nodes.
-      tree: of those nodes; None for a chain.
-      keys: this round's [B].
-    """
-    (batch, width), processors, rule = tokens.shape, state.processors, state.verification
-    drafts, log_q = tokens[:, 1:], proposal.log_q
-    depth = jnp.arange(width, dtype=jnp.int32)[None] if tree is None else tree.depth
-    seen = None
-    if state.seen is not None:
-        causal = jnp.tril(jnp.ones((width, width), bool))
-        seen = seen_at_nodes(state.seen, tokens, causal if tree is None else tree.ancestors)
-    log_p = None
-    if processors.greedy:
-        if seen is not None or rule.lossy_threshold is not None:
-            log_p = logits = process_logits(logits, processors, seen)
-        chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        log_p = process_logits(logits, processors, seen)
-        positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
-        chosen = draw(position_keys(state.keys, positions), log_p)
-
-    also = None
-    if rule.lossy_threshold is not None and log_p is not None:
-        parent = jnp.arange(width - 1)[None] if tree is None else tree.parent
-        p = jnp.take_along_axis(log_p, jnp.broadcast_to(parent, drafts.shape)[..., None], axis=1)
-        p = jnp.take_along_axis(p, drafts[..., None], axis=2)[..., 0]
-        also = jnp.exp(p) >= rule.lossy_threshold
-    matched = accept_matching(chosen, drafts, proposal.length, tree, also)
-    tiny = jnp.finfo(jnp.float32).tiny  # u > 0, so a token of probability 0 never stands
-    u = jax.vmap(lambda key: jax.random.uniform(key, drafts.shape[1:], minval=tiny))(
-        stream(keys, ACCEPT)
-    )
-    if rule.synthetic_rates is not None:
-        if tree is not None:
-            raise ValueError("synthetic_rates judge chains; this drafter proposes trees")
-        count = synthetic_law(u, rule.synthetic_rates, proposal.length)
-        return Acceptance(count=count, next_token=chosen[:, -1])
-    if processors.greedy or log_q is None or width == 1 or rule.lossy_threshold is not None:
-        return matched
-
-    assert log_p is not None  # not greedy
-    if tree is None:
-        law = token_law if rule.law == "token" else block_law
-        count, log_next = law(u, log_p, drafts, proposal.length, log_q[:, : width - 1])
-        path = None
-    else:
-        reach = min(proposal.depth, width - 1)
-        count, log_next, node = sibling_law(
-            u, log_p, drafts, proposal.length, log_q[:, :width], tree, proposal.branches, reach
-        )
-        path = tree.path(node)
-    judged = Acceptance(count=count, next_token=draw(stream(keys, RESIDUAL), log_next), path=path)
-    # a row without drafts is judged alike at every width: it must not notice its neighbours' proposals
-    fixed = proposal.length == 0
-    if proposal.deterministic is not None:
-        fixed |= proposal.deterministic
-    return jax.tree.map(
-        lambda a, b: jnp.where(fixed.reshape(batch, *[1] * (a.ndim - 1)), a, b), matched, judged
-    )
 
 
 def proposed_depth(proposal: Proposal) -> Array:
@@ -364,7 +275,7 @@ def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> Decode
             proposal = replace(proposal, length=jnp.where(room > 0, proposal.length, 0))
         state = replace(state, drafter_state=drafter_state)
     with jax.named_scope("verify"):
-        verdict = verify(target, drafter, state, proposal, keys)
+        verdict = verify(target, drafter, state, proposal, context)
     with jax.named_scope("commit"):
         return commit(target, drafter, state, proposal, verdict)
 
