@@ -57,7 +57,8 @@ def main(options: Options) -> None:
         size = max(1, round(share * count))
         drafters.append(specjax.EarlyExit(size, num_draft=options.num_draft))
         skip = tuple(sorted(int(i) for i in inner[: min(size, count - 2)]))
-        drafters.append(specjax.EarlyExit(skip=skip, num_draft=options.num_draft))
+        if skip:  # a model of two layers has none to spare
+            drafters.append(specjax.EarlyExit(skip=skip, num_draft=options.num_draft))
     console.print(f"{options.target} on {describe_device()}")
     table = Table(
         "drafting layers", "length", "speed-up", title=f"{options.num_draft} drafts a round"

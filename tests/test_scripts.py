@@ -140,4 +140,4 @@ def test_pairs_and_layers_are_measured(place, tmp_path):
     assert "one draft pass costs" in text
     assert json.loads(out.read_text())["rates"]["0.0"][0] == 1.0
     text = run("search_layers.py", *common, "--shares", 0.5, cache=cache)
-    assert "first" in text and "skip" in text
+    assert "first 1 of 2" in text

@@ -79,8 +79,9 @@ def most_frequent_path(
         token = jnp.where(at < end, text[jnp.minimum(at, history - 1)], -1)
         same = (token[:, None] == token) & (token >= 0)[:, None]  # [R, R]
         votes = (alive.astype(jnp.float32) @ same.astype(jnp.float32)) * alive  # [D, R]
-        best = jnp.argmax(votes, axis=1)
         share = jnp.max(votes, axis=1) / jnp.maximum(jnp.sum(alive, axis=1), 1)
+        # of tokens with equally many votes the one that was seen last
+        best = jnp.argmax(votes.astype(jnp.int32) * history + position, axis=1)
         probability = probability * share
         going &= (probability >= min_probability) & (share > 0) & (i < limit)
         chosen = token[best]  # [D]
@@ -90,7 +91,7 @@ def most_frequent_path(
     start = (alive, jnp.ones(depth), jnp.any(alive, axis=1))
     _, (tokens, shares, gains) = jax.lax.scan(step, start, jnp.arange(size))
     scores = jnp.sum(gains, axis=0)
-    best = depth - 1 - jnp.argmax(scores[::-1])
+    best = jnp.argmax(scores + 1e-6 * lengths)  # the longer suffix of equals, rounding aside
     return (
         tokens[:, best],
         shares[:, best],
