@@ -97,7 +97,7 @@ def generate_stream(
             row[: arrays[i].size] = arrays[i]
         length = np.asarray([arrays[i].size for i in indices], np.int32)
         at = np.asarray(indices)
-        return _start(
+        return start(
             target,
             drafter,
             jnp.asarray(tokens),
@@ -144,9 +144,6 @@ def generate_stream(
             if isinstance(drafter, Suffix):
                 drafter = drafter.remember([completion.tokens.tolist()])
             yield completion
-
-
-_start = jax.jit(start, static_argnames="verification")
 
 
 def share(own: Any, others: Any) -> Any:

@@ -63,6 +63,7 @@ class DecodeState:
     verification: Verification = struct.field(pytree_node=False, default=Verification())
 
 
+@partial(jax.jit, static_argnames="verification")
 def start(
     target: Target,
     drafter: Drafter,

@@ -145,7 +145,7 @@ def prepare(
     for row, array in zip(tokens, arrays, strict=True):
         row[: array.size] = array
     length = np.asarray([a.size for a in arrays], np.int32)
-    state = _start(
+    state = start(
         target,
         drafter,
         jnp.asarray(tokens),
@@ -157,9 +157,6 @@ def prepare(
         verification,
     )
     return drafter, state, chunk
-
-
-_start = jax.jit(start, static_argnames="verification")
 
 
 def generate(

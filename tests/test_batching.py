@@ -50,11 +50,11 @@ def test_sampled_drafts_do_not_depend_on_slots():
 
 def test_nothing_is_compiled_anew_while_rows_are_refilled():
     list(generate_stream(TARGET, PROMPTS, slots=3, drafter=DRAFTERS["ngram"], **OPTIONS))
-    before = decode._cache_size(), prefill._cache_size()  # type: ignore[attr-defined]
+    before = decode._cache_size(), prefill._cache_size()
     more = [*PROMPTS, *PROMPTS[::-1]]
     settings = {**OPTIONS, "sampling": SAMPLING + SAMPLING[::-1]}
     list(generate_stream(TARGET, more, slots=3, drafter=DRAFTERS["ngram"], **settings))
-    assert (decode._cache_size(), prefill._cache_size()) == before  # type: ignore[attr-defined]
+    assert (decode._cache_size(), prefill._cache_size()) == before
 
 
 def test_a_killed_run_goes_on(tmp_path):

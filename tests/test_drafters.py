@@ -276,7 +276,7 @@ def test_trees():
         (lambda: TopKTree(depth=2, top_k=2, num_nodes=9), "num_nodes must be in 2..6"),
         (lambda: TopKTree(depth=0, top_k=2, num_nodes=9), "depth must be"),
         (lambda: Hybrid(()), "drafters must name"),
-        (lambda: Hybrid((NGram(),), choose="best"), "choose must be"),  # type: ignore[arg-type]
+        (lambda: Hybrid((NGram(),), choose="best"), "choose must be"),
         (
             lambda: Hybrid((NGram(), DraftModel(bigram(0, 5)))).check(TARGET),
             "vocabulary|tokens",
@@ -286,7 +286,7 @@ def test_trees():
         (lambda: Guard(NGram(), after=0), "after must be"),
         (lambda: Adaptive(NGram(), probe=0), "probe must be"),
         (lambda: Adaptive(NGram(), draft_cost=-1.0), "draft_cost must be"),
-        (lambda: Verification(law="none"), "law must be"),  # type: ignore[arg-type]
+        (lambda: Verification(law="none"), "law must be"),
         (lambda: Verification(lossy_threshold=0.0), "lossy_threshold must be"),
         (lambda: Verification(synthetic_rates=(0.5, 1.2)), "synthetic_rates must be prob"),
         (lambda: Verification(synthetic_rates=(0.5, 0.6)), "synthetic_rates must not increase"),

@@ -166,4 +166,4 @@ def test_keys():
     with pytest.raises(ValueError, match="shape"):
         make_keys(rows, 5)
     with pytest.raises(ValueError, match="key must be"):
-        make_keys("seed", 2)  # type: ignore[arg-type]
+        make_keys("seed", 2)
