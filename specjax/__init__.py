@@ -2,9 +2,12 @@
 
 from specjax.batching import Completion, generate_stream, generate_to_file
 from specjax.checkpoints import CheckpointError, Tokenizer, load_target, load_tokenizer
+from specjax.checkpoints.head_export import save_head
+from specjax.checkpoints.heads import load_head
 from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Drafter, NoDrafter, Proposal
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
@@ -25,6 +28,7 @@ __all__ = [
     "Completion",
     "DraftModel",
     "Drafter",
+    "Eagle3",
     "EarlyExit",
     "Generation",
     "Guard",
@@ -47,8 +51,10 @@ __all__ = [
     "generate",
     "generate_stream",
     "generate_to_file",
+    "load_head",
     "load_target",
     "load_tokenizer",
+    "save_head",
     "stream",
     "translate",
 ]

@@ -17,12 +17,14 @@ import numpy as np
 from specjax.decoding import DecodeState, decode, insert, prefill, start
 from specjax.drafters.base import Drafter, NoDrafter, Shared
 from specjax.drafters.suffix import Suffix
-from specjax.generate import bucket, check_prompts, check_stops, prefill_chunk
+from specjax.generate import bucket, check_prompts, check_stops
 from specjax.models.transformer import Target
 from specjax.sampling import Processors, Sampling, make_keys
 from specjax.verification import Verification
 
 ROUNDS = 64  # at most this many between two looks at which rows have ended
+GROUP = 2  # rows that learn their prompts together
+PASS = 128  # tokens of theirs that a pass takes
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,13 @@ def generate_stream(
     stops = check_stops(target, stop_token_ids)
     if isinstance(drafter, Suffix):  # with a memory from the start: one program
         drafter = drafter.remember([])
-    longest = max(a.size for a in arrays)
-    chunk = prefill_chunk(longest)
-    room = bucket(
-        max(longest + max_new_tokens + drafter.num_draft + 2, -(-longest // chunk) * chunk + 1)
-    )
     keys = make_keys(key, len(arrays))
     processors = Processors.create(sampling, len(arrays))
+    width, left = min(GROUP, slots), set(skip)
+    waiting = [i for i in range(len(arrays)) if i not in left]
+    shared = None
 
-    def rows(indices: Sequence[int], limit: int) -> DecodeState:
+    def rows(indices: Sequence[int], limit: int, room: int) -> DecodeState:
         """A state before prefill for some of the prompts; with limit 0 they are done from the start."""
         tokens = np.zeros((len(indices), room), np.int32)
         for row, i in zip(tokens, indices, strict=True):
@@ -109,41 +109,77 @@ def generate_stream(
             verification,
         )
 
-    left = set(skip)
-    queue = [i for i in range(len(arrays)) if i not in left][::-1]
-    state = rows([0] * slots, 0)
-    owner: list[int | None] = [None] * slots
-    while queue or any(i is not None for i in owner):
-        for row in range(slots):
-            if owner[row] is None and queue:
-                owner[row] = index = queue.pop()
-                single = rows([index], max_new_tokens)
-                single = replace(
-                    single, drafter_state=share(single.drafter_state, state.drafter_state)
+    for room, indices in plan(arrays, waiting, max_new_tokens + drafter.num_draft + 2, slots):
+        queue = indices[::-1]
+        state = rows([indices[0]] * slots, 0, room)
+        if shared is not None:
+            state = replace(state, drafter_state=share(state.drafter_state, shared))
+        owner: list[int | None] = [None] * slots
+        while queue or any(i is not None for i in owner):
+            free = [row for row in range(slots) if owner[row] is None]
+            while free and queue:
+                # a few rows learn their prompts together; those that are spare repeat one and go nowhere
+                group = [queue.pop() for _ in range(min(width, len(free), len(queue)))]
+                places, free = free[: len(group)], free[len(group) :]
+                for row, index in zip(places, group, strict=True):
+                    owner[row] = index
+                spare = width - len(group)
+                fresh = rows(group + group[-1:] * spare, max_new_tokens, room)
+                fresh = replace(
+                    fresh, drafter_state=share(fresh.drafter_state, state.drafter_state)
                 )
-                single = prefill(target, drafter, single, chunk)
-                state = insert(state, row, single)
-        busy = sum(i is not None for i in owner)
-        state = decode(target, drafter, state, ROUNDS, busy if queue else 1)
-        done, length = np.asarray(state.done), np.asarray(state.length)
-        for row, index in enumerate(owner):
-            if index is None or not done[row]:
-                continue
-            counts = state.statistics
-            size = arrays[index].size
-            completion = Completion(
-                index=index,
-                prompt_tokens=size,
-                tokens=np.asarray(state.tokens[row])[size : length[row]].copy(),
-                rounds=int(counts.rounds[row]),
-                drafted=int(counts.drafted[row]),
-                accepted=int(counts.accepted[row]),
-                emitted=int(counts.emitted[row]),
-            )
-            owner[row] = None
-            if isinstance(drafter, Suffix):
-                drafter = drafter.remember([completion.tokens.tolist()])
-            yield completion
+                fresh = prefill(target, drafter, fresh, PASS // width)
+                state = insert(state, jnp.asarray(places + [slots] * spare), fresh)
+            busy = sum(i is not None for i in owner)
+            # while prompts wait, until enough rows have ended to refill them together
+            least = max(1, busy - min(width, len(queue)) + 1) if queue else 1
+            state = decode(target, drafter, state, ROUNDS, least)
+            done, length = np.asarray(state.done), np.asarray(state.length)
+            for row, index in enumerate(owner):
+                if index is None or not done[row]:
+                    continue
+                counts = state.statistics
+                size = arrays[index].size
+                completion = Completion(
+                    index=index,
+                    prompt_tokens=size,
+                    tokens=np.asarray(state.tokens[row])[size : length[row]].copy(),
+                    rounds=int(counts.rounds[row]),
+                    drafted=int(counts.drafted[row]),
+                    accepted=int(counts.accepted[row]),
+                    emitted=int(counts.emitted[row]),
+                )
+                owner[row] = None
+                if isinstance(drafter, Suffix):
+                    drafter = drafter.remember([completion.tokens.tolist()])
+                yield completion
+        shared = state.drafter_state
+
+
+def plan(
+    arrays: Sequence[np.ndarray], waiting: Sequence[int], more: int, slots: int
+) -> list[tuple[int, list[int]]]:
+    """Which prompts decode in caches of which size: a pass costs by the cache's size, so short prompts have their own.
+
+    Args:
+      arrays: the prompts.
+      waiting: indices of those that are to be decoded.
+      more: slots that a prompt needs beside its own.
+
+    Returns:
+      sizes from large to small, with the prompts' indices. A size that would hardly fill the rows joins the next larger.
+    """
+    sizes: dict[int, list[int]] = {}
+    for i in waiting:
+        padded = -(-arrays[i].size // PASS) * PASS + 1
+        sizes.setdefault(bucket(max(arrays[i].size + more, padded)), []).append(i)
+    found: list[tuple[int, list[int]]] = []
+    for size in sorted(sizes, reverse=True):
+        if found and len(sizes[size]) < 2 * slots:
+            found[-1][1].extend(sizes[size])
+        else:
+            found.append((size, sizes[size]))
+    return [(size, sorted(indices)) for size, indices in found]
 
 
 def share(own: Any, others: Any) -> Any:

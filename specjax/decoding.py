@@ -306,21 +306,24 @@ def decode(
 
 
 @partial(jax.jit, donate_argnames="state")
-def insert(state: DecodeState, row: Array | int, single: DecodeState) -> DecodeState:
-    """The batch with a row replaced by a state of one row.
+def insert(state: DecodeState, rows: Array, others: DecodeState) -> DecodeState:
+    """The batch with some rows replaced by those of another state.
 
-    What all rows share (`drafters.base.Shared`) is taken from `single`, which has started from the batch's and learned
-    the row's prompt.
+    What all rows share (`drafters.base.Shared`) is taken from `others`, which has started from the batch's and learned
+    its rows' prompts.
+
+    Args:
+      rows: int32[n], where each of the n rows of `others` goes; B or more leaves one out.
     """
 
     def put(old: Any, new: Any) -> Any:
         if isinstance(old, Shared):
             return new
-        return old.at[row].set(new[0])
+        return old.at[rows].set(new, mode="drop")
 
     def merge(old: Any, new: Any) -> Any:
         return jax.tree.map(put, old, new, is_leaf=lambda x: isinstance(x, Shared))
 
     stops = state.stop_token_ids
-    rows = merge(replace(state, stop_token_ids=None), replace(single, stop_token_ids=None))
-    return replace(rows, stop_token_ids=stops)
+    merged = merge(replace(state, stop_token_ids=None), replace(others, stop_token_ids=None))
+    return replace(merged, stop_token_ids=stops)

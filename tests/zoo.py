@@ -11,6 +11,7 @@ from jax import Array
 from specjax.drafters.adaptive import Adaptive
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
@@ -20,6 +21,7 @@ from specjax.drafters.ngram_mod import NGramMod
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
+from specjax.models.heads import EagleHead, HeadConfig
 from specjax.models.transformer import Output, Transformer
 from specjax.sampling import DRAFT, stream
 
@@ -45,6 +47,45 @@ def tiny_target(seed: int = 0, vocab_size: int = 61, scale: float = 3.0, **chang
     model = Transformer(tiny_config(vocab_size, **changes), rngs=nnx.Rngs(seed))
     model.head[...] = scale * model.head[...]
     return model
+
+
+def tiny_head(
+    target: Transformer,
+    seed: int = 3,
+    *,
+    draft_vocab_size: int = 40,
+    scale: float = 3.0,
+    layers: tuple[LayerConfig, ...] = (LayerConfig(),),
+    taps: tuple[int, ...] = (0, 1, 2),
+    width: int | None = None,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    **switches,
+) -> EagleHead:
+    """A random head whose distributions are far from uniform; its draft ids are spread over the target's."""
+    c = target.config
+    config = HeadConfig(
+        decoder=tiny_config(
+            c.vocab_size,
+            family="qwen3" if qk_norm else "llama",
+            hidden_size=width or c.hidden_size,
+            layers=layers,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+        ),
+        target_hidden_size=c.hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        taps=taps,
+        own_embedding=width is not None,
+        **switches,
+    )
+    head = EagleHead(config, rngs=nnx.Rngs(seed))
+    head.readout.head[...] = scale * head.readout.head[...]
+    if head.ids is not None:
+        head.ids[...] = jnp.sort(
+            jax.random.permutation(jax.random.key(seed), c.vocab_size)[:draft_vocab_size]
+        ).astype(jnp.int32)
+    return head
 
 
 def noisy(model: Transformer, noise: float, seed: int = 7) -> Transformer:
@@ -218,6 +259,20 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "model-tree": DraftModel(near, tree=StaticTree((2, 2))),
         "model-top-k": DraftModel(near, tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
         "unsure-model": DraftModel(near, num_draft=3, min_confidence=0.5),
+        "eagle3": Eagle3(tiny_head(target), num_draft=3),
+        "eagle3-single": Eagle3(tiny_head(target, draft_vocab_size=61), num_draft=1),
+        "eagle3-deep": Eagle3(
+            tiny_head(
+                target,
+                layers=(LayerConfig(window=6), LayerConfig()),
+                fc_norm=True,
+                norm_output=True,
+                norm_before_residual=True,
+            ),
+            num_draft=4,
+        ),
+        "eagle3-tree": Eagle3(tiny_head(target), tree=StaticTree((2, 2))),
+        "eagle3-top-k": Eagle3(tiny_head(target), tree=TopKTree(depth=3, top_k=3, num_nodes=9)),
         "early-exit": EarlyExit(1, num_draft=3),
         "skip": EarlyExit(skip=(1,), num_draft=2),
         "skip-first": EarlyExit(skip=(0,), num_draft=2),
@@ -226,6 +281,7 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "hybrid-first": Hybrid((ngram, DraftModel(near, num_draft=2))),
         "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
         "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
+        "hybrid-eagle3": Hybrid((ngram, Eagle3(tiny_head(target), num_draft=2))),
         "hybrid-tree": Hybrid((ngram, Suffix(num_draft=3)), choose="tree"),
         "adaptive": Adaptive(ngram, probe=3),
         "adaptive-model": Adaptive(DraftModel(near, num_draft=3), draft_cost=0.5, probe=3),

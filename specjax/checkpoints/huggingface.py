@@ -1,6 +1,7 @@
 """Hugging Face folders: config.json and (sharded) safetensors."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,10 @@ def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
     )
 
 
+def _same_name(name: str) -> str | None:
+    return name
+
+
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`, of the index where there is one.
 
@@ -284,28 +289,37 @@ class SafetensorsFolder:
 
     Args:
       folder: where the files lie.
-      vision: whether this is a multimodal model, of which the text part is wanted.
+      rename: from the names in the files to ours; None leaves a tensor out.
+      types: of tensors, in safetensors' spelling; the floating ones by default.
+      pickled: what the message adds where there are no safetensors.
 
     Raises:
       CheckpointError: no weights, or files that are missing, damaged, pickled or quantised; all of
         them are named.
     """
 
-    def __init__(self, folder: Path, *, vision: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rename: Callable[[str], str | None] = _same_name,
+        types: Sequence[str] = FLOATS,
+        pickled: str = PICKLES_REFUSED,
+    ):
         self._place: dict[str, tuple[Path, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         problems = []
-        for path in _weight_files(folder):
+        for path in _weight_files(folder, pickled):
             try:
                 with safe_open(path, framework="np") as file:
                     for stored in file.keys():  # noqa: SIM118 (not a mapping)
-                        name = _text_name(stored) if vision else stored
+                        name = rename(stored)
                         if name is None:
                             continue
                         view = file.get_slice(stored)
-                        if view.get_dtype() not in FLOATS:
+                        if view.get_dtype() not in types:
                             problems.append(
-                                f"{path.name}: tensor {stored} must be one of {', '.join(FLOATS)}; "
+                                f"{path.name}: tensor {stored} must be one of {', '.join(types)}; "
                                 f"got {view.get_dtype()} (quantised safetensors are not supported)"
                             )
                         if name in self.shapes:
@@ -335,7 +349,7 @@ def _text_name(name: str) -> str | None:
     return name
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, pickled: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -346,7 +360,7 @@ def _weight_files(folder: Path) -> list[Path]:
     # other files of the kind may lie beside the model's
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: expected *.safetensors, found none. {PICKLES_REFUSED}")
+        raise CheckpointError(f"{folder}: expected *.safetensors, found none. {pickled}")
     return files
 
 
@@ -375,5 +389,6 @@ def load_folder(folder: Path, dtype: jnp.dtype) -> Transformer:
     """
     raw = read_json(folder / "config.json")
     config = parse_config(raw, str(folder / "config.json"))
-    file = SafetensorsFolder(folder, vision=raw["model_type"] == "gemma3")
+    vision = raw["model_type"] == "gemma3"
+    file = SafetensorsFolder(folder, rename=_text_name if vision else _same_name)
     return load_parameters(config, file, dtype, str(folder))

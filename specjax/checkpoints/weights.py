@@ -5,9 +5,9 @@ table, `parameter_parts`, says which of them make up which parameter. Names, sha
 all checked before the first tensor is read, and every problem is reported at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ READ = 1 << 21  # elements of a tensor that are in memory at a time
 TILE = 128  # rows that are transposed at a time: few enough for the processor's cache
 LISTED = 40  # problems of one kind that a message spells out
 EVERYTHING = slice(None)
+M = TypeVar("M")
 
 
 class CheckpointError(ValueError):
@@ -61,8 +62,16 @@ class Part:
     add: float = 0.0
 
 
-def _attention(config: TransformerConfig, at: str) -> Iterator[tuple[str, list[Part]]]:
-    width, heads, head = config.hidden_size, config.num_kv_heads, config.head_dim
+Parts = dict[str, list[Part]]
+"""For each parameter, by its path in the module, the tensors that make it up."""
+
+
+def attention_parts(
+    config: TransformerConfig, at: str, inputs: int | None = None
+) -> Iterator[tuple[str, list[Part]]]:
+    """Of one attention's matrices and biases; `inputs` is the width of what enters, by default D."""
+    heads, head = config.num_kv_heads, config.head_dim
+    width = inputs or config.hidden_size
     group = config.num_heads // heads
     mixed = heads * group * head
     # What the third dimension of `qkv`, [D, Hkv, G + 2, Dh], holds: name, place, rows in the file
@@ -97,9 +106,9 @@ def _attention(config: TransformerConfig, at: str) -> Iterator[tuple[str, list[P
                 for x, place, rows in places
             ],
         )
-    yield "output", [Part(f"{at}.o_proj.weight", (width, mixed), (), True)]
+    yield "output", [Part(f"{at}.o_proj.weight", (config.hidden_size, mixed), (), True)]
     if config.output_bias:
-        yield "output_bias", [Part(f"{at}.o_proj.bias", (width,))]
+        yield "output_bias", [Part(f"{at}.o_proj.bias", (config.hidden_size,))]
 
 
 def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Part], list[Part]]:
@@ -111,7 +120,10 @@ def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Pa
     return gate_up, [Part(f"{at}.down_proj.weight", (width, hidden), index, True)]
 
 
-def _mlp(config: TransformerConfig, at: str, experts: bool) -> Iterator[tuple[str, list[Part]]]:
+def mlp_parts(
+    config: TransformerConfig, at: str, experts: bool = False
+) -> Iterator[tuple[str, list[Part]]]:
+    """Of one feed-forward part."""
     width, hidden = config.hidden_size, config.mlp_size
     if experts:
         yield "router", [Part(f"{at}.gate.weight", (config.num_experts, width), (), True)]
@@ -135,15 +147,15 @@ def _mlp(config: TransformerConfig, at: str, experts: bool) -> Iterator[tuple[st
         yield "down_bias", [Part(f"{at}.down_proj.bias", (width,))]
 
 
-def parameter_parts(config: TransformerConfig) -> dict[str, list[Part]]:
-    """For each parameter, by its path in the module, the tensors that make it up."""
+def parameter_parts(config: TransformerConfig) -> Parts:
+    """Of a whole `Transformer`."""
     width, vocab = config.hidden_size, config.vocab_size
     add = 1.0 if config.family.startswith("gemma") else 0.0  # Gemma's norms multiply by 1 + weight
 
     def norm(name: str, size: int = width) -> list[Part]:
         return [Part(f"{name}.weight", (size,), add=add)]
 
-    parts: dict[str, list[Part]] = {"norm.weight": norm("model.norm")}
+    parts: Parts = {"norm.weight": norm("model.norm")}
     table = Part("model.embed_tokens.weight", (vocab, width))
     if config.tied:
         parts["head"] = [Part(table.name, table.shape, (), True)]
@@ -152,9 +164,9 @@ def parameter_parts(config: TransformerConfig) -> dict[str, list[Part]]:
         parts["head"] = [Part("lm_head.weight", (vocab, width), (), True)]
     for i, layer in enumerate(config.layers):
         here, there = f"layers[{i}]", f"model.layers.{i}"
-        for name, pieces in _attention(config, f"{there}.self_attn"):
+        for name, pieces in attention_parts(config, f"{there}.self_attn"):
             parts[f"{here}.attention.{name}"] = pieces
-        for name, pieces in _mlp(config, f"{there}.mlp", layer.experts):
+        for name, pieces in mlp_parts(config, f"{there}.mlp", layer.experts):
             parts[f"{here}.mlp.{name}"] = pieces
         if config.qk_norm:
             for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
@@ -178,10 +190,22 @@ def _ignored(name: str, config: TransformerConfig) -> bool:
 
 
 def check_tensors(
-    config: TransformerConfig, shapes: dict[str, tuple[int, ...]], where: str
+    parts: Parts,
+    shapes: dict[str, tuple[int, ...]],
+    where: str,
+    what: str,
+    ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Raises `CheckpointError` with every missing, unknown and misshapen tensor."""
-    expected = {p.name: p.shape for ps in parameter_parts(config).values() for p in ps}
+    """Raises `CheckpointError` with every missing, unknown and misshapen tensor.
+
+    Args:
+      parts: what is expected.
+      shapes: what is there.
+      where: the file's name, for the message.
+      what: the kind of model, for the message.
+      ignored: whether a tensor carries nothing.
+    """
+    expected = {p.name: p.shape for ps in parts.values() for p in ps}
     missing = [
         f"missing tensor {name}, expected shape {shape}"
         for name, shape in expected.items()
@@ -195,7 +219,7 @@ def check_tensors(
     unknown = [
         f"unknown tensor {name} of shape {tuple(shape)}"
         for name, shape in shapes.items()
-        if name not in expected and not _ignored(name, config)
+        if name not in expected and not ignored(name)
     ]
     count = len(missing) + len(misshapen) + len(unknown)
     if count:
@@ -205,7 +229,7 @@ def check_tensors(
             if len(kind) > LISTED:
                 lines.append(f"and {len(kind) - LISTED} more like the last")
         problems = "1 problem" if count == 1 else f"{count} problems"
-        raise CheckpointError("\n  ".join([f"{where}: {problems} with {config.family}:", *lines]))
+        raise CheckpointError("\n  ".join([f"{where}: {problems} with {what}:", *lines]))
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -250,29 +274,38 @@ def _fill(view: np.ndarray, part: Part, file: TensorFile) -> None:
             block[...] = values[row - start : end - start].T
 
 
-def load_parameters(
-    config: TransformerConfig, file: TensorFile, dtype: jnp.dtype, where: str
-) -> Transformer:
-    """A `Transformer` filled from a file, tensor by tensor.
+def fill_parameters(create: Callable[[], M], parts: Parts, file: TensorFile) -> M:
+    """A module filled from a file, tensor by tensor.
 
     Host memory holds the parameter in the making and a few megabytes of the file; on CPU the
     parameter itself becomes the JAX array, so the peak is the model's own size.
 
-    Raises:
-      CheckpointError: tensors are missing, unknown or of the wrong shape.
+    Args:
+      create: makes the module; it is traced and never run.
+      parts: of every leaf that is to be filled, by its path; checked against the file beforehand.
     """
-    check_tensors(config, file.shapes, where)
-    parts = parameter_parts(config)
-    abstract = jax.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    filled: list[jax.Array] = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(create))
+    left, filled = dict(parts), []
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value")
         buffer = _aligned(leaf.shape, leaf.dtype)
-        for part in parts.pop(name):
+        for part in left.pop(name):
             _fill(buffer[part.index or ...], part, file)
         filled.append(jax.block_until_ready(jax.device_put(buffer, may_alias=True)))
         del buffer
-    if parts:  # a mistake in the table above: these tensors would be dropped in silence
-        raise RuntimeError(f"no parameter takes {', '.join(parts)}")
+    if left:  # a mistake in a table of parts: these tensors would be dropped in silence
+        raise RuntimeError(f"no parameter takes {', '.join(left)}")
     return jax.tree_util.tree_unflatten(structure, filled)
+
+
+def load_parameters(
+    config: TransformerConfig, file: TensorFile, dtype: jnp.dtype, where: str
+) -> Transformer:
+    """A `Transformer` filled from a file.
+
+    Raises:
+      CheckpointError: tensors are missing, unknown or of the wrong shape.
+    """
+    parts = parameter_parts(config)
+    check_tensors(parts, file.shapes, where, config.family, lambda name: _ignored(name, config))
+    return fill_parameters(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)), parts, file)

@@ -1,10 +1,12 @@
 """Drafting token by token with a network: what all such drafters share.
 
 A drafter brings a step, from the newest token to the logits of the next; here tokens are drawn from them as the target
-will draw its own, and q is kept. B rows, N drafted tokens, V vocabulary.
+will draw its own, and q is kept. B rows, N drafted tokens, V the target's
+vocabulary, Vd the drafter's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,12 +19,46 @@ from specjax.sampling import DRAFT, draw, process_logits, stream
 
 
 @struct.dataclass
+class Vocabulary:
+    """Where a drafter's logits lie in the target's vocabulary.
+
+    Processing and drawing happen among the drafter's own Vd ids, which gives the same as among V with the rest at -inf and
+    costs less; what leaves is in the target's ids.
+
+    Attributes:
+      ids: int32[Vd], the target's id of each of the drafter's; None where they are the same.
+      size: V (static).
+    """
+
+    ids: Array | None = None
+    size: int = struct.field(pytree_node=False, default=0)
+
+    def tokens(self, drafted: Array) -> Array:
+        """Draft ids of any shape as the target's."""
+        return drafted if self.ids is None else jnp.take(self.ids, drafted, mode="clip")
+
+    def seen(self, seen: Array | None) -> Array | None:
+        """bool[B, V] over the draft's ids, [B, Vd]."""
+        return seen if seen is None or self.ids is None else seen[:, self.ids]
+
+    def spread(self, log_q: Array | None) -> Array | None:
+        """Log-probabilities [..., Vd] as [..., V]: what the drafter cannot say has none."""
+        if log_q is None or self.ids is None:
+            return log_q
+        empty = jnp.full((*log_q.shape[:-1], self.size), -jnp.inf, log_q.dtype)
+        return empty.at[..., self.ids].set(log_q)
+
+
+SAME = Vocabulary()
+
+
+@struct.dataclass
 class Draft:
     """Drawn tokens; one token wide [B, ...] while drafting, [B, N, ...] in the end.
 
     Attributes:
       tokens: int32.
-      log_q: float32[..., V] that they were drawn from; None if every row is greedy.
+      log_q: float32[..., V] that they were drawn from ([..., Vd] while drafting); None if every row is greedy.
       confidence: float32, probability that the drafter gives its likeliest token.
     """
 
@@ -32,13 +68,18 @@ class Draft:
 
 
 def draw_token(
-    logits: Array, context: Context, seen: Array | None, number: Array | int
+    logits: Array,
+    context: Context,
+    seen: Array | None,
+    number: Array | int,
+    vocabulary: Vocabulary = SAME,
 ) -> tuple[Draft, Array | None]:
-    """One token per row from logits [B, V], through the target's processors.
+    """One token per row from logits [B, Vd], through the target's processors.
 
     Args:
       seen: bool[B, V], tokens under the repetition penalty, drafts included; None while it is off.
       number: of the draw in this round: each draws from random numbers of its own.
+      vocabulary: of the logits.
 
     Returns:
       the draft, and `seen` with it.
@@ -48,13 +89,15 @@ def draw_token(
         token, log_q = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
         confidence = jnp.max(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), axis=-1)
     else:
-        wide = None if seen is None else seen[:, None]
+        narrow = vocabulary.seen(seen)
+        wide = None if narrow is None else narrow[:, None]
         log_q = process_logits(logits[:, None], processors, wide)[:, 0]
         confidence = jnp.exp(jnp.max(log_q, axis=-1))
         if processors.greedy:
             token, log_q = jnp.argmax(log_q, axis=-1).astype(jnp.int32), None
         else:
             token = draw(stream(stream(context.keys, DRAFT), number), log_q)
+    token = vocabulary.tokens(token)
     if seen is not None:
         seen = seen.at[jnp.arange(seen.shape[0]), token].set(True)
     return Draft(tokens=token, log_q=log_q, confidence=confidence), seen
@@ -66,31 +109,33 @@ def draft_chain(
     carry: Any,
     context: Context,
     num_draft: int,
+    vocabulary: Vocabulary = SAME,
 ) -> tuple[Draft, Any]:
     """N tokens one after the other.
 
     Args:
-      first: [B, V], logits after the newest committed token.
-      step: (carry, token int32[B], index int32[]) -> (carry, logits [B, V] after that token); called for the drafts
+      first: [B, Vd], logits after the newest committed token.
+      step: (carry, token int32[B], index int32[]) -> (carry, logits [B, Vd] after that token); called for the drafts
         0..N-2 (index 1..N-1).
       carry: the first step's.
+      vocabulary: of the logits.
 
     Returns:
       the draft [B, N, ...] and the last carry.
     """
-    draft, seen = draw_token(first, context, context.seen, 0)
+    draft, seen = draw_token(first, context, context.seen, 0, vocabulary)
 
     def one(state, index):
         carry, draft, seen = state
         carry, logits = step(carry, draft.tokens, index)
-        draft, seen = draw_token(logits, context, seen, index)
+        draft, seen = draw_token(logits, context, seen, index, vocabulary)
         return (carry, draft, seen), draft
 
     (carry, _, _), rest = jax.lax.scan(one, (carry, draft, seen), jnp.arange(1, num_draft))
     whole = jax.tree.map(
         lambda a, b: jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1), draft, rest
     )
-    return whole, carry
+    return replace(whole, log_q=vocabulary.spread(whole.log_q)), carry
 
 
 def propose_chain(draft: Draft, length: Array, min_confidence: float, **more: Any) -> Proposal:

@@ -164,7 +164,7 @@ class DraftModel:
         length = context.length
         none = jnp.zeros((length.shape[0], 0), jnp.int32)
 
-        def extend(carry, tokens: Array, depth: int, at: int, mask: Array):
+        def extend(carry, tokens: Array, depth: int, at: int, mask: Array, above=None):
             nodes, positions, masks = carry  # of the nodes so far; the root is in the cache
             here = jnp.broadcast_to(length[:, None] - 1 + depth, tokens.shape)
             nodes = jnp.concatenate([nodes, tokens], axis=1)

@@ -154,7 +154,7 @@ class EarlyExit:
         layers = self.layers(target)
         base = context.length[:, None] - 1
 
-        def extend(carry, tokens: Array, depth: int, at: int, mask: Array):
+        def extend(carry, tokens: Array, depth: int, at: int, mask: Array, above=None):
             block, places = carry
             here = jnp.broadcast_to(base + depth, tokens.shape)
             places = jax.lax.dynamic_update_slice_in_dim(places, here, at, 1)

@@ -13,12 +13,14 @@ import numpy as np
 from jax import Array
 
 from specjax.drafters.base import Context, Proposal
+from specjax.drafters.chain import SAME, Vocabulary
 from specjax.sampling import DRAFT, process_logits, stream
 from specjax.trees import Tree, static_tree
 
-Extend = Callable[[Any, Array, int, int, Array], tuple[Any, Array]]
-"""Passes over one level: (carry, tokens int32[B, T], depth, slot of the first, mask bool[B, T, P]) -> (carry, logits
-[B, T, V]). Slot 0 is the newest committed token, which the drafter has passed over before."""
+Extend = Callable[[Any, Array, int, int, Array, Array], tuple[Any, Array]]
+"""Passes over one level: (carry, tokens int32[B, T], depth, slot of the first, mask bool[B, T, P], above int32[B, T]) ->
+(carry, logits [B, T, Vd]). Slot 0 is the newest committed token, which the drafter has passed over before; `above` says
+which node of the level before each token follows."""
 
 
 @dataclass(frozen=True)
@@ -88,24 +90,35 @@ class TopKTree:
 
 
 def grow(
-    shape: StaticTree | TopKTree, first: Array, extend: Extend, carry: Any, context: Context
+    shape: StaticTree | TopKTree,
+    first: Array,
+    extend: Extend,
+    carry: Any,
+    context: Context,
+    vocabulary: Vocabulary = SAME,
 ) -> tuple[Proposal, Any]:
     """Drafts a tree.
 
     Args:
-      first: [B, V], logits after the newest committed token.
+      first: [B, Vd], logits after the newest committed token.
       extend: passes over a level, see `Extend`.
+      vocabulary: of the logits.
 
     Returns:
       the proposal, every node of it proposed, and the last carry.
     """
     if isinstance(shape, StaticTree):
-        return _grow_static(shape, first, extend, carry, context)
-    return _grow_top_k(shape, first, extend, carry, context)
+        return _grow_static(shape, first, extend, carry, context, vocabulary)
+    return _grow_top_k(shape, first, extend, carry, vocabulary)
 
 
 def _grow_static(
-    shape: StaticTree, first: Array, extend: Extend, carry: Any, context: Context
+    shape: StaticTree,
+    first: Array,
+    extend: Extend,
+    carry: Any,
+    context: Context,
+    vocabulary: Vocabulary,
 ) -> tuple[Proposal, Any]:
     batch, processors = first.shape[0], context.processors
     parents = jnp.broadcast_to(shape.parents, (batch, shape.num_nodes))
@@ -116,7 +129,8 @@ def _grow_static(
         width = logits.shape[1]
         best = jax.lax.top_k(logits, branches)[1].astype(jnp.int32)
         if not processors.greedy:
-            seen = None if context.seen is None else context.seen[:, None]
+            seen = vocabulary.seen(context.seen)
+            seen = None if seen is None else seen[:, None]
             log_q = process_logits(logits, processors, seen)
             noise = jax.vmap(lambda key, shape=log_q.shape[1:]: jax.random.gumbel(key, shape))(
                 stream(keys, depth)
@@ -125,14 +139,17 @@ def _grow_static(
             sampled = processors.sampled(batch)[:, None, None]
             best = jnp.where(sampled, drawn, best)
             log_qs.append(log_q)
-        tokens.append(best.reshape(batch, width * branches))
+        tokens.append(vocabulary.tokens(best.reshape(batch, width * branches)))
         at += width
         if depth < shape.depth:
             mask = ancestors[:, at : at + width * branches]
-            carry, logits = extend(carry, tokens[-1], depth, at, mask)
+            above = jnp.repeat(jnp.arange(width, dtype=jnp.int32), branches)
+            above = jnp.broadcast_to(above, tokens[-1].shape)
+            carry, logits = extend(carry, tokens[-1], depth, at, mask, above)
     log_q = deterministic = None
     if log_qs:
-        log_q = jnp.concatenate(log_qs, axis=1)
+        log_q = vocabulary.spread(jnp.concatenate(log_qs, axis=1))
+        assert log_q is not None
         leaves = shape.num_nodes + 1 - log_q.shape[1]
         log_q = jnp.pad(log_q, ((0, 0), (0, leaves), (0, 0)), constant_values=-jnp.inf)
         deterministic = ~processors.sampled(batch)
@@ -149,7 +166,7 @@ def _grow_static(
 
 
 def _grow_top_k(
-    shape: TopKTree, first: Array, extend: Extend, carry: Any, context: Context
+    shape: TopKTree, first: Array, extend: Extend, carry: Any, vocabulary: Vocabulary
 ) -> tuple[Proposal, Any]:
     batch, k = first.shape[0], shape.top_k
     rows = jnp.arange(batch)[:, None]
@@ -158,9 +175,8 @@ def _grow_top_k(
         """Tokens and path scores [B, T * k] of the likeliest children of nodes with path scores [B, T]."""
         log = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         best, tokens = jax.lax.top_k(log, k)
-        return tokens.astype(jnp.int32).reshape(batch, -1), (score[..., None] + best).reshape(
-            batch, -1
-        )
+        tokens = vocabulary.tokens(tokens.astype(jnp.int32))
+        return tokens.reshape(batch, -1), (score[..., None] + best).reshape(batch, -1)
 
     # every candidate: its token, path score and the candidate it follows (-1: the root)
     token, score = children(first[:, None], jnp.zeros((batch, 1)))
@@ -168,19 +184,21 @@ def _grow_top_k(
     chosen = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))  # of all candidates
     level_token, level_score = token, score
     mask = jnp.zeros((batch, k, shape.slots), bool).at[:, :, 0].set(True)
+    above = jnp.zeros((batch, k), jnp.int32)
     count = k
     for depth in range(1, shape.depth):
         at = 1 + (depth - 1) * k
         own = jax.nn.one_hot(at + jnp.arange(k), shape.slots, dtype=bool)
         mask = mask | own
-        carry, logits = extend(carry, level_token, depth, at, mask)
+        carry, logits = extend(carry, level_token, depth, at, mask, above)
         token, score = children(logits, level_score)  # [B, k * k]
         tokens.append(token)
         scores.append(score)
         follows.append(jnp.repeat(chosen, k, axis=1))
         level_score, best = jax.lax.top_k(score, k)
         level_token = jnp.take_along_axis(token, best, axis=1)
-        mask = jnp.take_along_axis(mask, (best // k)[..., None], axis=1)
+        above = best // k
+        mask = jnp.take_along_axis(mask, above[..., None], axis=1)
         chosen = (count + best).astype(jnp.int32)
         count += k * k
 

@@ -135,13 +135,21 @@ class Attention(nnx.Module):
     """Grouped-query attention. Queries, keys and values are one matrix [D, Hkv, G + 2, Dh].
 
     Each key/value head keeps its G query heads, its key and its value side by side, so that one product computes all
-    three and the Hkv axis can still be split over devices.
+    three and the Hkv axis can still be split over devices. `inputs` is the width of what enters, by default D.
     """
 
-    def __init__(self, config: TransformerConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: LayerConfig,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
+        inputs: int | None = None,
+    ):
         heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         width, head_dim = config.hidden_size, config.head_dim
-        self.qkv = matrix(rngs, width, heads, group + 2, head_dim, dtype=dtype)
+        self.qkv = matrix(rngs, inputs or width, heads, group + 2, head_dim, dtype=dtype)
         self.output = matrix(rngs, heads * group * head_dim, width, dtype=dtype)
         self.qkv_bias = (
             nnx.Param(jnp.zeros((heads, group + 2, head_dim), dtype)) if config.qkv_bias else None
@@ -150,6 +158,24 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.scale, self.softcap = config.scale, config.attention_softcap
+
+    def split(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """x [B, T, D] -> rotated queries [B, Hkv, G, T, Dh] and keys, and values, [B, Hkv, T, Dh]."""
+        bias = None if self.qkv_bias is None else self.qkv_bias[...]
+        qkv = project(x, self.qkv[...], bias)
+        qkv = jnp.transpose(qkv, (0, 2, 3, 1, 4))  # [B, Hkv, G + 2, T, Dh]
+        query, key, value = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        cos, sin = (a[:, None, None] for a in angles)
+        return rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0], value
+
+    def join(self, mixed: Array) -> Array:
+        """What the queries gathered, [B, Hkv, G, T, Dh] -> [B, T, D]."""
+        mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4))
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        bias = None if self.output_bias is None else self.output_bias[...]
+        return project(mixed, self.output[...], bias)
 
     def __call__(
         self,
@@ -161,17 +187,8 @@ class Attention(nnx.Module):
         prior: Prior | None = None,
     ) -> tuple[Array, Array, Array]:
         """x [B, T, D] -> (output [B, T, D], keys and values of the block [B, Hkv, P, Dh])."""
-        bias = None if self.qkv_bias is None else self.qkv_bias[...]
-        qkv = project(x, self.qkv[...], bias)
-        qkv = jnp.transpose(qkv, (0, 2, 3, 1, 4))  # [B, Hkv, G + 2, T, Dh]
-        query, key, value = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        cos, sin = (a[:, None, None] for a in angles)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0]
+        query, key, value = self.split(x, angles)
         if prior is not None:
             key, value = prior.extend(key, value)
         mixed = attend(query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap)
-        mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(*x.shape[:2], -1)
-        bias = None if self.output_bias is None else self.output_bias[...]
-        return project(mixed, self.output[...], bias), key, value
+        return self.join(mixed), key, value

@@ -107,10 +107,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         normed = self.attention_norm(x)
         y, key, value = self.attention(normed, angles, masks, keys, values, prior)
+        return self.leave(x, y), key, value
+
+    def leave(self, x: Array, attended: Array) -> Array:
+        """The stream [B, T, D] after what attention adds to it, and after the feed-forward part."""
+        y = attended
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
-        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
-        return x, key, value
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
 
 @jax.jit
@@ -181,17 +185,21 @@ class Transformer(nnx.Module):
         c = self.config
         return Cache.create(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, self.dtype)
 
+    def lookup(self, tokens: Array) -> Array:
+        """tokens [B, T] -> their rows of the embedding table, [B, T, D]."""
+        if self.embedding is None:
+            return jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1, mode="clip"), 0, -1)
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
     def embed(self, tokens: Array) -> Array:
         """tokens [B, T] -> the stream that enters layer 0, [B, T, D]."""
-        if self.embedding is None:
-            x = jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1, mode="clip"), 0, -1)
-        else:
-            x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        x = self.lookup(tokens)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def logits(self, x: Array) -> Array:
-        """The stream that leaves the last layer, [..., D] -> float32[..., V]."""
-        logits = project(self.norm(x), self.head[...]).astype(jnp.float32)
+    def logits(self, x: Array, ids: Array | None = None) -> Array:
+        """The stream that leaves the last layer, [..., D] -> float32[..., V], or [..., n] of the tokens `ids` [n] alone."""
+        head = self.head[...] if ids is None else jnp.take(self.head[...], ids, axis=1)
+        logits = project(self.norm(x), head).astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import drafters, grouped, tiny_target
 
-from specjax import DraftModel, Sampling
+from specjax import DraftModel, Eagle3, Sampling
 from specjax.decoding import decode, prefill
 from specjax.generate import prepare
 
@@ -23,6 +23,17 @@ def fresh(model, tokens, count, slots):
     return model.init_cache(batch, slots).commit(out.block, count)
 
 
+def fresh_head(head, tokens, count):
+    """A head's cache filled by one pass over the target's true hidden states of the first `count` tokens."""
+    batch, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    out = TARGET(tokens, positions, TARGET.init_cache(batch, 1), taps=head.config.taps)
+    follows = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    empty = head.init_cache(batch, size)
+    _, block = head(head.embed(TARGET, follows), head.fuse(out.taps), positions, empty)
+    return empty.commit(block, count)
+
+
 def assert_same(cache, expected):
     np.testing.assert_array_equal(cache.length, expected.length)
     inside = np.arange(cache.slots)[None, :] < np.asarray(expected.length)[:, None]
@@ -37,6 +48,7 @@ def assert_same(cache, expected):
 
 
 SAMPLED = ("ngram-mod", "noisy-model", "model-tree", "early-exit", "skip-first", "hybrid-mixed")
+SAMPLED += ("eagle3", "eagle3-deep", "eagle3-tree")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,10 @@ def test_cache_equals_fresh_prefill(name, temperature):
             lag = np.asarray(state.length - 1 - held.length)
             assert ((lag == 0) | (lag == 1)).all(), lag
             assert_same(held, fresh(drafter.model, state.tokens, held.length, held.slots))
+        if isinstance(drafter, Eagle3):
+            held = state.drafter_state
+            assert_same(held.cache, fresh_head(drafter.head, state.tokens, state.length - 1))
+            assert np.isfinite(held.hidden).all()
         state = decode(TARGET, drafter, state, 1)
 
 

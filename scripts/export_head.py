@@ -1,0 +1,55 @@
+"""Writes a head in the layout of another program.
+
+python scripts/export_head.py --head runs/smollm2/head --target smollm2-135m-instruct --layout speculators --output out
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+import specjax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Export a head.
+
+    Attributes:
+      head: folder or hub id in any layout that specjax reads.
+      target: the model it drafts for.
+      output: folder to write.
+      layout: `sglang` (SGLang, vLLM, TensorRT-LLM, SafeAILab, SpecForge) or `speculators` (speculators, vLLM).
+      dtype: of the written tensors.
+      num_draft: drafted tokens that speculators' layout proposes to servers.
+    """
+
+    head: str
+    target: str
+    output: Path
+    layout: Literal["sglang", "speculators"] = "sglang"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    num_draft: int = 3
+
+
+def main(options: Options) -> None:
+    target = specjax.load_target(options.target)
+    head = specjax.load_head(options.head, target)
+    specjax.save_head(
+        head,
+        options.output,
+        options.layout,
+        target=target,
+        dtype=options.dtype,
+        num_draft=options.num_draft,
+    )
+    print(f"{options.output}: {options.layout} layout, {options.dtype}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,220 @@
+"""EAGLE-3 heads out, in layouts that vLLM, SGLang, TensorRT-LLM and speculators load."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from specjax.checkpoints.heads import head_parts
+from specjax.checkpoints.weights import Part
+from specjax.models.config import Rope, TransformerConfig
+from specjax.models.heads import EagleHead, HeadConfig
+from specjax.models.transformer import Transformer
+
+Layout = Literal["sglang", "speculators"]
+
+
+def save_head(
+    head: EagleHead,
+    path: str | os.PathLike,
+    layout: Layout = "sglang",
+    *,
+    target: Any = None,
+    dtype: Any = None,
+    num_draft: int = 3,
+) -> None:
+    """Writes a head's folder: model.safetensors and config.json.
+
+    Args:
+      head: to be written.
+      path: folder, made if need be; a head that lies there is replaced.
+      layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load; `speculators`
+        is read by speculators and vLLM.
+      target: the model it drafts for. Its source and embedding go into speculators' layout, which `vllm serve` can then
+        start from alone.
+      dtype: of all that is written; None keeps the head's own (norms are float32), so that reading it again gives the
+        same head.
+      num_draft: the number of drafted tokens that speculators' layout proposes to servers.
+
+    Raises:
+      ValueError: an unknown layout.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
+    dtype = jnp.dtype(head.dtype if dtype is None else dtype)
+    if layout == "speculators":
+        config = _speculators_config(head.config, target, num_draft)
+        if isinstance(target, Transformer) and head.embedding is None:
+            every = jnp.arange(target.vocab_size)[None]
+            tensors["embed_tokens.weight"] = np.asarray(target.lookup(every)[0].astype(dtype))
+    else:
+        config = _flat_config(head.config)
+        tensors = {name.replace("layers.0.", "midlayer.", 1): x for name, x in tensors.items()}
+    name = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}[dtype.name]
+    config["torch_dtype"] = config["dtype"] = name
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    # the config last: a folder that was cut short is none
+    (folder / "config.json").unlink(missing_ok=True)
+    partial = folder / "model.safetensors.partial"
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.replace(folder / "model.safetensors")
+    finally:
+        partial.unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _tensors(head: EagleHead, dtype: np.dtype | None) -> dict[str, np.ndarray]:
+    """Every tensor in speculators' names, [out, in] as torch has them."""
+    config = head.config
+    parts = head_parts(config)
+    leaves = jax.tree_util.tree_flatten_with_path(head)[0]
+    found = {
+        jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value"): leaf
+        for path, leaf in leaves
+    }
+    tensors = {
+        part.name: _read(np.asarray(found[name]), part, dtype)
+        for name, pieces in parts.items()
+        for part in pieces
+    }
+    size, vocab = config.draft_vocab_size, config.decoder.vocab_size
+    ids = np.arange(size) if head.target_ids is None else np.asarray(head.target_ids, np.int64)
+    tensors["d2t"] = (ids - np.arange(size)).astype(np.int64)
+    tensors["t2d"] = np.zeros(vocab, bool)
+    tensors["t2d"][ids] = True
+    return tensors
+
+
+def _read(parameter: np.ndarray, part: Part, dtype: np.dtype | None) -> np.ndarray:
+    """One tensor of the file out of the parameter that holds it: what `weights` does, backwards."""
+    view = parameter[part.index or ...]
+    if part.columns:
+        view = view.reshape(view.shape[0], -1).T
+    view = np.ascontiguousarray(view.reshape(part.shape))
+    return view if dtype is None else view.astype(dtype)
+
+
+def rope_fields(rope: Rope) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, as config.json has them.
+
+    Raises:
+      ValueError: a rope that only GGUF files can express.
+    """
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind == "factors":
+        raise ValueError("a rope of kind 'factors' has no counterpart in config.json")
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    if rope.kind == "llama3":
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_length,
+        }
+    if rope.kind == "yarn":
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "original_max_position_embeddings": rope.original_length,
+            "truncate": rope.truncate,
+        }
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+        if rope.mscale:
+            scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+    plain = rope.kind == "default"
+    return {"rope_theta": rope.theta, "rope_scaling": None if plain else scaling}
+
+
+def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
+    windows = [layer.window for layer in decoder.layers]
+    fields: dict[str, Any] = {
+        "model_type": "qwen3" if decoder.qk_norm else "llama",
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.mlp_size,
+        "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "hidden_act": "silu" if decoder.activation == "silu" else "gelu_pytorch_tanh",
+        "rms_norm_eps": decoder.norm_eps,
+        **rope_fields(decoder.ropes[0]),
+        "max_position_embeddings": decoder.context_length,
+        "vocab_size": decoder.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": decoder.qkv_bias,
+        "mlp_bias": decoder.mlp_bias,
+    }
+    if any(windows):
+        fields["sliding_window"] = next(w for w in windows if w)
+        fields["layer_types"] = [
+            "full_attention" if w is None else "sliding_attention" for w in windows
+        ]
+    return fields
+
+
+def _switches(config: HeadConfig) -> dict[str, Any]:
+    same = config.target_hidden_size == config.decoder.hidden_size
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "target_hidden_size": None if same else config.target_hidden_size,
+        # as vLLM and speculators count: the layers entered
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+    }
+
+
+def _flat_config(config: HeadConfig) -> dict[str, Any]:
+    fields = {
+        **_decoder_fields(config.decoder),
+        **_switches(config),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_aux_hidden_states": len(config.taps),
+        # as SGLang, SpecForge and TensorRT-LLM count: the layers left
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.taps],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": config.norm_before_fc,
+        },
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _speculators_config(config: HeadConfig, target: Any, num_draft: int) -> dict[str, Any]:
+    family = getattr(getattr(target, "config", None), "family", None)
+    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_draft,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        **_switches(config),
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.1.0",
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": _decoder_fields(config.decoder),
+        "tie_word_embeddings": False,
+        "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": getattr(target, "source", None),
+                "architectures": [names[family]] if family in names else [],
+            },
+        },
+    }

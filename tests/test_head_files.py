@@ -1,0 +1,221 @@
+"""Heads in and out: round trips, every layout's spellings, and what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import shared
+from safetensors.numpy import load_file, save_file
+from zoo import tiny_head, tiny_target
+
+import specjax
+from specjax.checkpoints.heads import parse_head_config
+from specjax.models.config import LayerConfig
+
+TARGET = tiny_target()
+HEADS = {
+    "plain": {},
+    "same-vocabulary": {"draft_vocab_size": 61},
+    "norms": {"fc_norm": True, "norm_output": True},
+    "normed-residual": {"norm_before_fc": True, "norm_before_residual": True},
+    "layers": {"layers": (LayerConfig(),) * 3},
+    "windows": {"layers": (LayerConfig(window=7), LayerConfig())},
+    "qwen3": {"qk_norm": True},
+    "biased": {"qkv_bias": True},
+    "narrow": {"width": 16},
+    "taps": {"taps": (1, 2)},
+}
+
+
+def same(a, b):
+    assert a.config == b.config
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+@pytest.mark.parametrize("name", HEADS)
+def test_import_of_export(name, layout, tmp_path):
+    head = tiny_head(TARGET, **HEADS[name])
+    specjax.save_head(head, tmp_path, layout, target=TARGET)
+    same(specjax.load_head(tmp_path, TARGET), head)
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_export_needs_no_target(layout, tmp_path):
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path, layout)
+    same(specjax.load_head(tmp_path, TARGET), head)
+
+
+def test_universal_layout(tmp_path):
+    """Names, shapes and fields that vLLM, SGLang, TensorRT-LLM and the TPU servers look for."""
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path, dtype="bfloat16")
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        found = {
+            n: (tuple(file.get_slice(n).get_shape()), file.get_slice(n).get_dtype())
+            for n in file.keys()  # noqa: SIM118 (not a mapping)
+        }
+    middle = {
+        "hidden_norm": (32,), "input_layernorm": (32,), "post_attention_layernorm": (32,),
+        "self_attn.q_proj": (32, 64), "self_attn.k_proj": (16, 64), "self_attn.v_proj": (16, 64),
+        "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48),
+    }  # fmt: skip
+    right = {f"midlayer.{n}.weight": (s, "BF16") for n, s in middle.items()}
+    right |= {"fc.weight": ((32, 96), "BF16"), "norm.weight": ((32,), "BF16")}
+    right |= {"lm_head.weight": ((40, 32), "BF16"), "d2t": ((40,), "I64"), "t2d": ((61,), "BOOL")}
+    assert found == right
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["tie_word_embeddings"] is False
+    assert config["draft_vocab_size"] == 40
+    assert config["rope_theta"] == 10000.0
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    assert config["torch_dtype"] == "bfloat16"
+
+
+def test_concatenated_halves(tmp_path):
+    """The embedding's columns come first: q_proj of the file is the transposed matrix, head by head."""
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    qkv = np.asarray(head.first.attention.qkv[...])  # [2H, Hkv, G + 2, Dh]
+    q = qkv[:, :, :2].reshape(64, 32).T
+    np.testing.assert_array_equal(tensors["midlayer.self_attn.q_proj.weight"], q)
+
+
+def rewritten(folder, change):
+    """The tensors and the config of a saved head, changed in place."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tensors, config = change(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def sparse(tensors, config):
+    """As SafeAILab's: no head_dim, no layer ids, no switches, a pickled optimizer beside it."""
+    for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"):
+        del config[key]
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "rope_theta"):
+        del config[key]
+    return tensors, config
+
+
+def prefixed(tensors, config):
+    """As NeMo's and ModelOpt's: `model.` in front, `layers.0.`, no t2d, ids by frequency."""
+    order = np.random.default_rng(0).permutation(40)
+    ids = (np.arange(40) + tensors["d2t"])[order]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = (ids - np.arange(40)).astype(np.int32)
+    del tensors["t2d"]
+    renamed = {n.replace("midlayer.", "model.layers.0."): x for n, x in tensors.items()}
+    return renamed, config
+
+
+def test_spellings(tmp_path):
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path / "sparse")
+    rewritten(tmp_path / "sparse", sparse)
+    same(specjax.load_head(tmp_path / "sparse", TARGET, taps=(0, 1, 2)), head)
+    with pytest.raises(specjax.CheckpointError, match="coincide"):
+        specjax.load_head(tmp_path / "sparse", TARGET)
+    specjax.save_head(head, tmp_path / "prefixed")
+    rewritten(tmp_path / "prefixed", prefixed)
+    other = specjax.load_head(tmp_path / "prefixed", TARGET)
+    ours = np.argsort(np.asarray(other.target_ids))
+    np.testing.assert_array_equal(other.target_ids[ours], head.target_ids)
+    np.testing.assert_array_equal(other.readout.head[...][:, ours], head.readout.head[...])
+
+
+def test_legacy_tap_norms(tmp_path):
+    head = tiny_head(TARGET, fc_norm=True)
+    specjax.save_head(head, tmp_path)
+
+    def legacy(tensors, config):
+        names = {
+            f"fc_norm.{i}.weight": f"aux_norm_{x}.weight"
+            for i, x in enumerate(("low", "mid", "high"))
+        }
+        config["use_aux_norm"] = config.pop("fc_norm")
+        return {names.get(n, n): x for n, x in tensors.items()}, config
+
+    rewritten(tmp_path, legacy)
+    same(specjax.load_head(tmp_path, TARGET), head)
+
+
+def test_vocabulary_rows_from_the_target(tmp_path):
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path)
+    rewritten(tmp_path, lambda t, c: ({n: x for n, x in t.items() if n != "lm_head.weight"}, c))
+    loaded = specjax.load_head(tmp_path, TARGET)
+    np.testing.assert_array_equal(
+        loaded.readout.head[...], np.asarray(TARGET.head[...])[:, np.asarray(head.target_ids)]
+    )
+    with pytest.raises(specjax.CheckpointError, match="missing tensor lm_head"):
+        specjax.load_head(tmp_path)
+
+
+def drop(name):
+    return lambda t, c: ({n: x for n, x in t.items() if n != name}, c)
+
+
+def put(**fields):
+    return lambda t, c: (t, c | fields)
+
+
+BROKEN = {
+    "missing": (drop("fc.weight"), "missing tensor fc.weight, expected shape \\(32, 96\\)"),
+    "unknown": (lambda t, c: (t | {"fc.bias": np.zeros(32, np.float32)}, c), "unknown tensor fc.bias"),
+    "misshapen": (lambda t, c: (t | {"norm.weight": np.zeros(31, np.float32)}, c), "expected shape \\(32,\\), got \\(31,\\)"),
+    "no map": (drop("d2t"), "missing tensor d2t"),
+    "absolute ids": (lambda t, c: (t | {"d2t": t["d2t"] + np.arange(40) + 30}, c), "must hold offsets"),
+    "maps differ": (lambda t, c: (t | {"t2d": ~t["t2d"]}, c), "t2d and d2t name different tokens"),
+    "ids differ": (put(eagle_aux_hidden_state_layer_ids=[1, 2, 2]), "contradict"),
+    "count of taps": (put(num_aux_hidden_states=4), "num_aux_hidden_states is 4"),
+    "last state alone": (put(eagle_config={"use_aux_hidden_state": False}), "not supported"),
+    "another kind": (put(model_type="deepseek_v3"), "llama or qwen3, got 'deepseek_v3'"),
+    "another speculator": (put(speculators_model_type="dflash"), "must be eagle3"),
+    "vocabulary": (put(draft_vocab_size=99), "draft_vocab_size must be in 1..61, got 99"),
+    "quantised": (put(quantization_config={"quant_method": "fp8"}), "quantised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_refused(name, tmp_path):
+    change, message = BROKEN[name]
+    specjax.save_head(tiny_head(TARGET), tmp_path)
+    rewritten(tmp_path, change)
+    with pytest.raises(specjax.CheckpointError, match=message):
+        specjax.load_head(tmp_path, TARGET)
+
+
+def test_wrong_target_and_layout(tmp_path):
+    specjax.save_head(tiny_head(TARGET), tmp_path)
+    with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target's has 50"):
+        specjax.load_head(tmp_path, tiny_target(vocab_size=50))
+    with pytest.raises(ValueError, match="layout must be one of sglang, speculators"):
+        specjax.save_head(tiny_head(TARGET), tmp_path, "gguf")  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(specjax.CheckpointError, match="weights_only=True"):
+        specjax.load_head(tmp_path, TARGET)
+
+
+def test_speculators_reads_a_missing_residual_switch_as_normed():
+    config = json.loads(
+        (shared("golden", "eagle3-speculators-tiny", "norm-before") / "config.json").read_text()
+    )
+    del config["norm_before_residual"]
+    assert parse_head_config(config, None).norm_before_residual
+    flat = {k: v for k, v in config["transformer_layer_config"].items()} | {
+        "draft_vocab_size": 128,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    }
+    plain = parse_head_config(flat, None)
+    assert not plain.norm_before_residual
+    assert plain.taps == (2, 4, 5)

@@ -1,0 +1,139 @@
+"""EAGLE-3 heads: parity with what SafeAILab's and speculators' own code computes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import shared
+from safetensors.numpy import load_file
+from zoo import bigram, tiny_head, tiny_target
+
+import specjax
+from specjax.drafters.base import Context, Observation
+from specjax.drafters.eagle3 import HeadState
+from specjax.models.heads import default_taps
+from specjax.sampling import Processors, Sampling, make_keys
+from specjax.trees import Tree
+
+TREE = specjax.TopKTree(
+    depth=5, top_k=4, num_nodes=19
+)  # SafeAILab: depth 4 more passes, 20 with the root
+
+
+def golden(*parts):
+    folder = shared("golden", *parts)
+    target = specjax.load_target(shared("golden", "target-llama-tiny"), dtype="float32")
+    return target, specjax.load_head(folder, target), load_file(folder / "golden.safetensors")
+
+
+def observed(drafter, target, tokens, features, sampled, state=None) -> HeadState:
+    state = drafter.init(target, 1, 64) if state is None else state
+    taps = jnp.asarray(features).reshape(1, len(tokens), 3, -1)
+    observation = Observation(
+        tokens=jnp.asarray(tokens, jnp.int32)[None],
+        count=jnp.asarray([len(tokens)]),
+        taps=taps,
+        next_token=jnp.asarray([sampled], jnp.int32),
+    )
+    return drafter.observe(target, state, observation)
+
+
+def proposed(drafter, target, state):
+    length = state.cache.length + 1
+    context = Context(
+        tokens=jnp.zeros((1, 64), jnp.int32),
+        length=length,
+        keys=make_keys(0, 1),
+        processors=Processors.create(Sampling(), 1),
+        seen=None,
+    )
+    return drafter.propose(target, state, context)[0]
+
+
+def test_safeailab_rows_and_chain():
+    target, head, right = golden("eagle3-safeailab-tiny")
+    assert head.config.taps == (2, 4, 5)
+    follows = jnp.asarray(right["true_row_token_ids"])[None]
+    taps = jnp.asarray(right["features"]).reshape(1, 20, 3, 64)
+    rows, _ = head(
+        head.embed(target, follows), head.fuse(taps), jnp.arange(20)[None], head.init_cache(1, 1)
+    )
+    np.testing.assert_allclose(rows[0], right["true_row_hidden"], atol=1e-4)
+    np.testing.assert_allclose(head.logits(rows)[0], right["true_row_logits"], atol=1e-3)
+    drafter = specjax.Eagle3(head, num_draft=5)
+    state = observed(
+        drafter, target, right["prompt_ids"], right["features"], right["sampled_id"][0]
+    )
+    np.testing.assert_allclose(state.hidden[0], right["true_row_hidden"][-1], atol=1e-4)
+    assert proposed(drafter, target, state).tokens[0].tolist() == right["chain_target_ids"].tolist()
+
+
+def assert_tree(proposal, right, prefix):
+    tokens = [right[f"{prefix}tokens"][0], *np.asarray(proposal.tokens[0])]
+    assert tokens == right[f"{prefix}tokens"].tolist()
+    tree = Tree.create(proposal.parent)
+    np.testing.assert_array_equal(tree.depth[0], right[f"{prefix}position_ids"])
+    np.testing.assert_array_equal(tree.ancestors[0], right[f"{prefix}mask"] > 0)
+
+
+def test_safeailab_trees():
+    target, head, right = golden("eagle3-safeailab-tiny")
+    drafter = specjax.Eagle3(head, tree=TREE)
+    state = observed(
+        drafter, target, right["prompt_ids"], right["features"], right["sampled_id"][0]
+    )
+    assert_tree(proposed(drafter, target, state), right, "tree_")
+    # three more tokens are committed; what was drafted is gone
+    ids = right["round2_token_ids"]
+    state = observed(drafter, target, ids[20:23], right["round2_features"], ids[23], state)
+    assert_tree(proposed(drafter, target, state), right, "round2_tree_")
+
+
+@pytest.mark.parametrize("name", ["norm-before", "fc-norm-output"])
+def test_speculators_rows_and_chain(name):
+    target, head, right = golden("eagle3-speculators-tiny", name)
+    assert not head.config.own_embedding  # the file's equals the target's
+    follows = jnp.asarray(right["true_row_token_ids"])[None]
+    taps = jnp.asarray(right["features"]).reshape(1, 20, 3, 64)
+    rows, _ = head(
+        head.embed(target, follows), head.fuse(taps), jnp.arange(20)[None], head.init_cache(1, 1)
+    )
+    which = "post_norm" if head.config.norm_output else "pre_norm"
+    np.testing.assert_allclose(rows[0], right[f"true_hidden_{which}"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(head.logits(rows)[0], right["true_logits"], atol=1e-3)
+    drafter = specjax.Eagle3(head, num_draft=3)
+    state = observed(
+        drafter, target, right["prompt_ids"], right["features"], right["sampled_id"][0]
+    )
+    assert proposed(drafter, target, state).tokens[0].tolist() == right["chain_target_ids"].tolist()
+
+
+def test_golden_head_decodes_losslessly():
+    target, head, right = golden("eagle3-safeailab-tiny")
+    prompt = right["prompt_ids"].tolist()
+    plain = specjax.generate(target, [prompt], max_new_tokens=40).tokens[0]
+    for drafter in (specjax.Eagle3(head, num_draft=4), specjax.Eagle3(head, tree=TREE)):
+        spoken = specjax.generate(target, [prompt], drafter=drafter, max_new_tokens=40)
+        np.testing.assert_array_equal(spoken.tokens[0], plain)
+
+
+def test_head_for_another_target_is_refused():
+    head = tiny_head(tiny_target())
+    others = {
+        "vocabulary of 61 tokens, the target's has 50": tiny_target(vocab_size=50),
+        "width 32, the target's have 16": tiny_target(hidden_size=16),
+        "taps \\[2\\], the target has 0..1": tiny_target(layers=tiny_target().config.layers[:1]),
+        "no method lookup": bigram(0, 61),
+    }
+    for message, target in others.items():
+        with pytest.raises(ValueError, match=message):
+            specjax.generate(target, [[1, 2]], drafter=specjax.Eagle3(head), max_new_tokens=2)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="exclude"):
+        tiny_head(tiny_target(), norm_before_fc=True, fc_norm=True)
+    with pytest.raises(ValueError, match="num_draft must be"):
+        specjax.Eagle3(tiny_head(tiny_target()), num_draft=0)
+    assert default_taps(32) == (2, 16, 29)
+    with pytest.raises(ValueError, match="coincide"):
+        default_taps(5)

@@ -1,0 +1,396 @@
+"""Whole training runs on a tiny target: data, features, resuming, and a head that drafts better than an untrained one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from zoo import tiny_target
+
+import specjax
+
+pytest.importorskip("grain")
+pytest.importorskip("array_record")
+
+from training.checkpoints import RunCheckpoints
+from training.config import TrainConfig, read_config
+from training.data import (
+    Example,
+    answer_example,
+    batches,
+    chat_example,
+    open_sequences,
+    prepare,
+    read_examples,
+    read_summary,
+)
+from training.features import FeatureFile, check_features, write_features
+from training.logs import read_log
+from training.loop import TrainingStopped, train
+
+TARGET = tiny_target()
+LENGTH = 48
+QUIET = Console(quiet=True)
+
+
+def documents(count=80, seed=0):
+    """Prompts, and what the tiny target makes of them at temperature 1."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, 61, random.integers(2, 7)).tolist() for _ in range(count)]
+    out = specjax.generate(
+        TARGET,
+        prompts,
+        max_new_tokens=20,
+        sampling=specjax.Sampling(temperature=0.7),
+        key=seed,
+    )
+    return [answer_example(p, t.tolist()) for p, t in zip(prompts, out.tokens, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    prepare(documents(), folder, length=LENGTH, source="tiny", valid_share=0.15)
+    return folder
+
+
+def config(data, output, **changes):
+    fields = {
+        "target": "tiny",
+        "data": data,
+        "output": output,
+        "draft_vocab_size": 48,
+        "taps": (0, 1, 2),
+        "steps": 3,
+        "batch_size": 4,
+        "learning_rate": 3e-3,
+        "epochs": 1.0,
+        "log_every": 2,
+        "evaluate_every": 4,
+        "save_every": 3,
+    }
+    return TrainConfig(**(fields | changes))
+
+
+def run(settings):
+    return train(settings, target=TARGET, stop_token_ids=(), console=QUIET)
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.xdist_group("run")
+def test_trained_head_drafts_better(data, tmp_path):
+    result = run(config(data, tmp_path, epochs=40.0, learning_rate=1e-2, evaluate_every=40))
+    untrained = run(config(data, tmp_path / "none", max_updates=1, learning_rate=1e-9))
+    prompts = [[7, 3, 9], [1, 50, 2, 8], [33, 4], [20, 21, 22]]
+
+    def length(result):
+        drafter = specjax.Eagle3(specjax.load_head(result.folder, TARGET), num_draft=3)
+        out = specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=60)
+        return out.statistics.emitted.sum() / out.statistics.rounds.sum()
+
+    assert length(result) > 1.25 * length(untrained)
+    assert result.simulated_length > untrained.simulated_length + 0.2
+    log = read_log(tmp_path)
+    losses = [row["loss"] for row in log if row["kind"] == "train"]
+    assert losses[-1] < 0.7 * losses[0]
+    assert {row["kind"] for row in log} == {"train", "valid"}
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.xdist_group("run")
+@pytest.mark.parametrize("features", ["online", "offline"])
+def test_resumed_run_is_bit_identical(data, tmp_path, features, monkeypatch):
+    """Ended by SIGTERM, in the middle between two saves."""
+    more = {"features": features, "feature_folder": tmp_path / "features"}
+    whole = run(config(data, tmp_path / "whole", **more))
+    settings = config(data, tmp_path / "parts", **more)
+    import training.loop
+
+    count, advance = 0, training.loop.Source.parts
+
+    def parts(self, *given):
+        nonlocal count
+        count += 1
+        if count == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, *given)
+
+    monkeypatch.setattr(training.loop.Source, "parts", parts)
+    with pytest.raises(TrainingStopped, match="update 5 is saved"):
+        run(settings)
+    resumed = run(settings)
+    assert resumed.updates == whole.updates > 6
+    same(resumed.head, whole.head)
+    rows = [[r for r in read_log(tmp_path / n) if r["kind"] == "train"] for n in ("whole", "parts")]
+    assert [r["update"] for r in rows[0]] == [r["update"] for r in rows[1]]
+    assert [r["loss"] for r in rows[0]] == [r["loss"] for r in rows[1]]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[4:]
+import test_training_run as t
+import training.loop
+count, advance = 0, training.loop.Source.parts
+def parts(self, *given):
+    global count
+    count += 1
+    if count == 6:
+        import os, signal, time
+        time.sleep(1)  # the save of update 3 is under way, or done
+        os.kill(os.getpid(), signal.SIGKILL)
+    return advance(self, *given)
+if sys.argv[3] == "kill":
+    training.loop.Source.parts = parts
+t.run(t.config(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.xdist_group("run")
+def test_killed_run_resumes_bit_identical(data, tmp_path):
+    whole = run(config(data, tmp_path / "whole"))
+    here = Path(__file__).resolve().parent
+    for how, code in (("kill", -signal.SIGKILL), ("end", 0)):
+        command = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(KILLED),
+            str(data),
+            str(tmp_path / "parts"),
+            how,
+        ]
+        done = subprocess.run(
+            [*command, str(here), str(here.parent)], capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+    same(specjax.load_head(tmp_path / "parts" / "head", TARGET), whole.head)
+
+
+@pytest.mark.xdist_group("run")
+def test_accumulated_and_offline_updates_are_the_same(data, tmp_path):
+    short = {"max_updates": 2, "evaluate_every": 2}
+    plain = run(config(data, tmp_path / "a", **short)).head
+    parts = run(config(data, tmp_path / "b", accumulate=4, **short)).head
+    kept = {"features": "offline", "feature_folder": tmp_path / "features"}
+    offline = run(config(data, tmp_path / "c", **kept, **short)).head
+    for x, y, z in zip(*map(jax.tree.leaves, (plain, parts, offline)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
+        np.testing.assert_allclose(x, z, rtol=0.2, atol=8e-3)  # Adam's first steps, and bfloat16
+
+
+@pytest.mark.xdist_group("run")
+def test_muon_trains(data, tmp_path):
+    run(config(data, tmp_path, optimizer="muon", epochs=6.0))
+    losses = [row["loss"] for row in read_log(tmp_path) if row["kind"] == "train"]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.xdist_group("run")
+def test_frozen_readout_stays_the_targets(data, tmp_path):
+    head = run(config(data, tmp_path, train_readout=False, max_updates=3)).head
+    rows = np.asarray(TARGET.head[...])[:, np.asarray(head.target_ids)]
+    np.testing.assert_array_equal(head.readout.head[...], rows)
+
+
+@pytest.mark.xdist_group("run")
+def test_a_loss_that_is_no_number_stops(data, tmp_path):
+    with pytest.raises(TrainingStopped, match=r"the loss is (nan|inf).*checkpoint of update"):
+        run(config(data, tmp_path, learning_rate=1e30, clip=1e30, epochs=20.0))
+
+
+@pytest.mark.xdist_group("run")
+def test_another_runs_folder_is_refused(data, tmp_path):
+    run(config(data, tmp_path, max_updates=2))
+    with pytest.raises(ValueError, match=r"another run: steps was 3, now 2"):
+        run(config(data, tmp_path, max_updates=2, steps=2))
+
+
+def test_packing_keeps_every_document(tmp_path):
+    random = np.random.default_rng(1)
+    examples = []
+    for size in random.integers(2, 30, 200):
+        tokens = random.integers(0, 61, size).astype(np.int32)
+        examples.append(Example(tokens, random.random(size) < 0.5))
+    examples.append(Example(np.zeros(LENGTH + 1, np.int32), np.ones(LENGTH + 1, bool)))
+    summary = prepare(iter(examples), tmp_path, length=LENGTH, source="x", valid_share=0.1)
+    assert summary.too_long == 1
+    assert read_summary(tmp_path) == summary
+    found = []
+    for split in ("train", "valid"):
+        sequences = open_sequences(tmp_path, split, LENGTH)
+        assert len(sequences) == summary.sequences[split]
+        for row in (sequences[i] for i in range(len(sequences))):
+            for number in range(1, row["document"].max() + 1):
+                at = row["document"] == number
+                found.append((row["tokens"][at].tolist(), row["wanted"][at].tolist()))
+    right = [(e.tokens.tolist(), e.wanted.tolist()) for e in examples[:-1]]
+    assert sorted(found) == sorted(right)
+    full = sum(summary.tokens.values()) / (LENGTH * sum(summary.sequences.values()))
+    assert full > 0.85
+
+
+def test_order_of_data_depends_on_the_seed_and_can_be_resumed(data):
+    def order(iterator, count=6):
+        return [next(iterator)["index"].tolist() for _ in range(count)]
+
+    first = order(batches(data, LENGTH, 4, seed=0))
+    assert first == order(batches(data, LENGTH, 4, seed=0))
+    assert first != order(batches(data, LENGTH, 4, seed=1))
+    iterator = batches(data, LENGTH, 4, seed=0)
+    order(iterator, 2)
+    other = batches(data, LENGTH, 4, seed=0)
+    other.set_state(iterator.get_state())
+    assert order(other, 4) == first[2:]
+
+
+def test_draft_vocabulary(data):
+    summary = read_summary(data)
+    ids = summary.draft_vocabulary(10, always=[60])
+    assert len(ids) == 10 and 60 in ids and (np.diff(ids) > 0).all()
+    rest = [i for i in ids if i != 60]
+    least = min(summary.vocabulary.get(int(i), 0) for i in rest)
+    assert all(n <= least for i, n in summary.vocabulary.items() if i not in ids)
+    assert summary.coverage(np.arange(61)) == 1.0
+    assert len(summary.draft_vocabulary(61)) == 61
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        summary.draft_vocabulary(1, always=[3, 4])
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_chat_mask_covers_the_assistants_tokens(system):
+    tokenizer = chat_tokenizer()
+    turns = [
+        ("user", "Hi there"),
+        ("assistant", "Hello!"),
+        ("user", "Why?"),
+        ("assistant", "So.\n"),
+    ]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    if system:
+        messages.insert(0, {"role": "system", "content": "Be kind"})
+    example = chat_example(tokenizer, messages)
+    spans, inside = [], False
+    for token, wanted in zip(example.tokens.tolist(), example.wanted, strict=True):
+        if wanted and not inside:
+            spans.append([])
+        if wanted:
+            spans[-1].append(token)
+        inside = bool(wanted)
+    assert [tokenizer.decode(s) for s in spans] == ["Hello!<|im_end|>", "So.\n<|im_end|>"]
+
+
+def chat_tokenizer():
+    """ChatML over bytes."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+    from tokenizers.decoders import ByteLevel
+
+    from specjax.checkpoints.tokenizer import Tokenizer
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = ByteLevel()
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return Tokenizer(
+        inner,
+        stop_token_ids=[inner.token_to_id("<|im_end|>")],
+        special_tokens={},
+        chat_templates={"default": template},
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "2: "),
+        ("[]", "2: expected a JSON object"),
+        ('{"a": 1}', "2: expected messages, text, or prompt and response; got the fields a"),
+        ('{"prompt": [1], "response": []}', "2: prompt and response must not be empty"),
+        ('{"text": "x"}', "2: text must have at least 2 tokens"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "2: no assistant turn"),
+    ],
+)
+def test_malformed_lines_are_named(line, message, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": [1, 2], "response": [3]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"d.jsonl:{message}"):
+        list(read_examples(path, chat_tokenizer()))
+
+
+def test_features_are_validated(data, tmp_path):
+    sequences = open_sequences(data, "train", LENGTH)
+    write_features(TARGET, sequences, tmp_path, (0, 2), {"target": "tiny"})
+    file = FeatureFile(tmp_path, {"target": "tiny"})
+    check_features(TARGET, sequences, file, (0, 2))
+    with pytest.raises(ValueError, match="differ from a fresh pass"):
+        check_features(tiny_target(1), sequences, file, (0, 2))
+    with pytest.raises(ValueError, match="target is 'tiny', expected 'other'"):
+        FeatureFile(tmp_path, {"target": "other"})
+    (tmp_path / "features.json").unlink()
+    with pytest.raises(ValueError, match="no complete features"):
+        FeatureFile(tmp_path, {"target": "tiny"})
+
+
+def test_no_room_for_features_is_said_first(data, tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match=r"need 0\.00 GB, 0\.00 GB are free"):
+        write_features(TARGET, open_sequences(data, "train", LENGTH), tmp_path, (0, 2), {})
+    assert not list(tmp_path.glob("*.npy"))
+
+
+def test_config_files(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('target = "t"\ndata = "d"\noutput = "o"\nlerning_rate = 1e-3\nx = 1\n')
+    with pytest.raises(
+        ValueError, match="unknown key 'lerning_rate'; did you mean 'learning_rate'"
+    ):
+        read_config(path)
+    path.write_text('target = "t"\ndata = "d"\n')
+    with pytest.raises(ValueError, match="missing output"):
+        read_config(path)
+    assert read_config(path, output="o", seed=3).seed == 3
+    for line, message in (
+        ("steps = 0", "steps must be at least 1, got 0"),
+        ('objective = "mse"', "objective must be one of kl, ce, nla, lk_hybrid; got 'mse'"),
+        ("batch_size = 6\naccumulate = 4", "batch_size must be a multiple of"),
+        ("learning_rate = -1.0", "learning_rate must be positive"),
+        ("steps =", "not TOML"),
+    ):
+        path.write_text(f'target = "t"\ndata = "d"\noutput = "o"\n{line}\n')
+        with pytest.raises(ValueError, match=message):
+            read_config(path)
+
+
+def test_best_and_latest_checkpoints_are_kept(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path, {"a": 1})
+    data = iter(__import__("grain").MapDataset.range(5).to_iter_dataset())
+    state = {"x": jax.numpy.zeros(2)}
+    for update, length in ((1, 1.5), (2, 2.5), (3, None), (4, 2.0), (5, None)):
+        checkpoints.save(update, {"x": state["x"] + update}, data, length)
+        checkpoints.wait()
+    assert (checkpoints.latest, checkpoints.best) == (5, (2, 2.5))
+    assert checkpoints.load(state)["x"].tolist() == [5, 5]
+    assert checkpoints.load(state, update=2)["x"].tolist() == [2, 2]
+    checkpoints.close()
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == ["2", "5"]
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}

@@ -1,0 +1,1 @@
+"""Training of prediction heads for a frozen target."""

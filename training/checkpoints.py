@@ -1,0 +1,105 @@
+"""Checkpoints of a run: the whole state and the place in the data, saved beside the training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+training: Any = ocp.training  # its annotations do not fit one another
+policies = training.preservation_policies
+
+
+class RunCheckpoints:
+    """The checkpoints in a run's folder: the latest, and the best by simulated acceptance length.
+
+    Args:
+      folder: of the run.
+      identity: what makes a run the same run; a folder of another one is refused.
+
+    Raises:
+      ValueError: the folder belongs to a run with other settings; they are named.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        record = folder / "run.json"
+        if record.is_file():
+            found = json.loads(record.read_text())
+            different = [k for k in identity | found if identity.get(k) != found.get(k)]
+            if different:
+                raise ValueError(
+                    f"output {folder} holds another run: "
+                    + ", ".join(
+                        f"{k} was {found.get(k)!r}, now {identity.get(k)!r}" for k in different
+                    )
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps(identity, indent=2, sort_keys=True) + "\n")
+        self._checkpointer = training.Checkpointer(
+            (folder / "checkpoints").absolute(),
+            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(1),
+                    policies.BestN(
+                        get_metric_fn=lambda metrics: metrics["length"],
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
+            cleanup_tmp_directories=True,
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The update of the newest checkpoint."""
+        newest = self._checkpointer.latest
+        return None if newest is None else newest.step
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The update and the simulated acceptance length of the best one that was measured."""
+        measured = [
+            (c.step, float(c.metrics["length"]))
+            for c in self._checkpointer.checkpoints
+            if c.metrics
+        ]
+        return max(measured, key=lambda pair: pair[1], default=None)
+
+    def save(self, update: int, state: Any, data: Any, length: float | None) -> None:
+        """Starts saving; training goes on meanwhile. An error of the save before is raised here.
+
+        Args:
+          update: number of updates done.
+          state: pytree of arrays.
+          data: the iterator over the data.
+          length: simulated acceptance length, where it was just measured.
+        """
+        if update == self.latest:
+            return
+        self._checkpointer.save_checkpointables_async(
+            update,
+            {"state": state, "data": data},
+            metrics=None if length is None else {"length": length},
+        )
+
+    def load(self, like: Any, data: Any = None, update: int | None = None) -> Any:
+        """A saved state, in the shapes and places of `like`; `data` is moved to where it was."""
+        wanted = {"state": jax.tree.map(_shape, like)}
+        if data is not None:
+            wanted["data"] = data
+        return self._checkpointer.load_checkpointables(update, wanted)["state"]
+
+    def wait(self) -> None:
+        """Until nothing is being saved."""
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,152 @@
+"""One training run as data: a TOML file, or arguments of a command."""
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from training.losses import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run of an EAGLE-3 head.
+
+    Attributes:
+      target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
+      data: folder that `scripts/prepare_data.py` wrote.
+      output: folder of the run: checkpoints, logs, plot, and in the end the head.
+      features: `online` passes the target over every batch; `offline` passes it over every sequence once and keeps the
+        states on disk.
+      feature_folder: where offline features lie; by default beside the data.
+      draft_vocab_size: Vd, the most frequent tokens of the data; 0 is the whole vocabulary.
+      num_layers: of the head.
+      mlp_size: of the head; by default the target's.
+      taps: layers that the head reads, counted as the layers entered; by default 2, L // 2, L - 3.
+      norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
+      train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
+      start_from: a head's folder whose parameters to start from.
+      steps: S, tokens drafted in training.
+      step_decay: factor on the loss of each further step.
+      objective: see `training.losses.divergence`.
+      optimizer: `adamw`, or `muon` for the matrices with AdamW for the rest.
+      learning_rate: at its highest.
+      muon_learning_rate: of the matrices under `muon`.
+      warmup: share of all steps until then; from there it falls as a cosine.
+      final_share: of the learning rate that is left in the end.
+      weight_decay: of matrices.
+      clip: largest norm of all gradients together.
+      batch_size: sequences per update.
+      accumulate: parts that a batch is cut into, one after the other on the device.
+      epochs: passes over the data.
+      max_updates: ends earlier; None does not.
+      seed: of parameters and of the order of the data.
+      log_every: updates between two lines of the log.
+      evaluate_every: updates between two evaluations on the validation sequences.
+      save_every: updates between two checkpoints, which is what a crash can lose.
+      decode_prompts: JSON lines of prompts to decode at the end, by workload; None decodes nothing.
+      decode_tokens: new tokens per prompt then.
+      compute_dtype: of matrices in the step; masters are float32. None: float32 on CPU, bfloat16 elsewhere.
+      data_parallel, model_parallel: devices along which batches and head, and the target's layers, are split.
+    """
+
+    target: str
+    data: Path
+    output: Path
+    features: Literal["online", "offline"] = "online"
+    feature_folder: Path | None = None
+    draft_vocab_size: int = 8192
+    num_layers: int = 1
+    mlp_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    train_readout: bool = True
+    start_from: Path | None = None
+    steps: int = 4
+    step_decay: float = 0.8
+    objective: Objective = "kl"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    muon_learning_rate: float = 2e-2
+    warmup: float = 0.03
+    final_share: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    batch_size: int = 8
+    accumulate: int = 1
+    epochs: float = 3.0
+    max_updates: int | None = None
+    seed: int = 0
+    log_every: int = 10
+    evaluate_every: int = 200
+    save_every: int = 200
+    decode_prompts: Path | None = None
+    decode_tokens: int = 128
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    data_parallel: int = 1
+    model_parallel: int = 1
+
+    def __post_init__(self):
+        whole = ("steps", "batch_size", "accumulate", "num_layers", "log_every", "save_every")
+        whole += ("evaluate_every", "data_parallel", "model_parallel", "decode_tokens")
+        for name in whole:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("learning_rate", "muon_learning_rate", "clip", "epochs", "step_decay"):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("warmup", "final_share"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
+        if self.draft_vocab_size < 0 or self.weight_decay < 0:
+            raise ValueError("draft_vocab_size and weight_decay must not be negative")
+        if self.batch_size % (self.accumulate * self.data_parallel):
+            raise ValueError(
+                f"batch_size must be a multiple of accumulate x data_parallel = "
+                f"{self.accumulate * self.data_parallel}, got {self.batch_size}"
+            )
+        for field in fields(self):
+            choices, value = get_args(field.type), getattr(self, field.name)
+            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
+                raise ValueError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+PATHS = ("data", "output", "feature_folder", "start_from", "decode_prompts")
+
+
+def read_config(path: Path, **overrides: Any) -> TrainConfig:
+    """A run from a TOML file; `overrides` replace what it says.
+
+    Raises:
+      ValueError: keys that mean nothing, with what may have been meant, or values out of range.
+    """
+    try:
+        row = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from error
+    names = [field.name for field in fields(TrainConfig)]
+    problems = []
+    for key in row:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            problems.append(
+                f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+    if problems:
+        raise ValueError("\n  ".join([f"{path}:", *problems]))
+    row |= {name: value for name, value in overrides.items() if value is not None}
+    if missing := [name for name in ("target", "data", "output") if name not in row]:
+        raise ValueError(f"{path}: missing {', '.join(missing)}")
+    for name in PATHS:
+        if row.get(name) is not None:
+            row[name] = Path(row[name])
+    if row.get("taps") is not None:
+        row["taps"] = tuple(row["taps"])
+    try:
+        return TrainConfig(**row)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error

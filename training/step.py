@@ -1,0 +1,265 @@
+"""One update of a head, as a pure jitted function.
+
+B rows, T tokens, S steps, M parts that a batch is cut into.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import Array
+
+from training.config import TrainConfig
+from training.eagle3 import Batch, supervised, unroll
+from training.features import Features, online_features
+from training.losses import Rows, head_loss
+from training.parameters import Parameters, Structure
+
+
+@struct.dataclass
+class TrainState:
+    """All that changes while training, beside the place in the data.
+
+    Attributes:
+      params: float32 masters of what is trained, by name.
+      optimizer: Optax's state.
+      update: int32[], updates done.
+    """
+
+    params: Parameters
+    optimizer: Any
+    update: Array
+
+
+@struct.dataclass
+class Tally:
+    """Sums over anchors, by step: float32[S].
+
+    Attributes:
+      counted: anchors that count.
+      right: of them, those whose likeliest token is the target's.
+      chained: those right at this step and all before it.
+      reached: those that count here and were right at all steps before it.
+      acceptance: sum of min(p, q).
+    """
+
+    counted: Array
+    right: Array
+    chained: Array
+    reached: Array
+    acceptance: Array
+
+    @classmethod
+    def create(cls, rows: Rows, valid: Array) -> "Tally":
+        right = rows.right & valid
+        chain = jnp.cumprod(right.astype(jnp.int32), axis=0) > 0
+        before = jnp.concatenate([jnp.ones_like(chain[:1]), chain[:-1]])
+
+        def total(x: Array) -> Array:
+            return jnp.sum(x.astype(jnp.float32), axis=(1, 2))
+
+        return cls(
+            counted=total(valid),
+            right=total(right),
+            chained=total(chain),
+            reached=total(before & valid),
+            acceptance=total(jnp.where(valid, rows.acceptance, 0.0)),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Accuracy and acceptance by step, and the simulated acceptance length: tokens that a greedy chain of S drafts
+        would emit per round on the target's own greedy text."""
+        t = jax.device_get(self)
+        share = t.chained / (t.reached + 1e-9)
+        length, stands = 1.0, 1.0
+        for s in share:
+            stands *= float(s)
+            length += stands
+        return {
+            "accuracy": (t.right / (t.counted + 1e-9)).round(4).tolist(),
+            "acceptance": (t.acceptance / (t.counted + 1e-9)).round(4).tolist(),
+            "simulated_length": round(length, 4),
+        }
+
+
+@struct.dataclass
+class Report:
+    """Of one update or evaluation.
+
+    Attributes:
+      loss: float32[], mean over anchors, summed over steps with their weights.
+      norm: float32[], of the gradients before clipping.
+      tally: sums.
+    """
+
+    loss: Array
+    norm: Array
+    tally: Tally
+
+
+def make_optimizer(config: TrainConfig, updates: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW, or Muon for matrices and AdamW for the rest; warm-up and cosine."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.schedules.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=peak,
+            warmup_steps=max(1, round(config.warmup * updates)),
+            decay_steps=max(2, updates),
+            end_value=peak * config.final_share,
+        )
+
+    def matrices(params: Parameters) -> Any:
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    adam = optax.adamw(
+        schedule(config.learning_rate),
+        b1=0.9,
+        b2=0.95,
+        weight_decay=config.weight_decay,
+        mask=matrices,
+    )
+    if config.optimizer == "adamw":
+        return optax.chain(optax.clip_by_global_norm(config.clip), adam)
+    muon = optax.chain(
+        # every parameter [in, ...] is one matrix
+        optax.contrib.scale_by_muon(
+            weight_dimension_numbers=partial(
+                jax.tree.map,
+                lambda x: optax.contrib.MuonDimensionNumbers((0,), tuple(range(1, x.ndim))),
+            )
+        ),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(schedule(config.muon_learning_rate)),
+    )
+
+    def labels(params: Parameters) -> dict[str, str]:
+        """The vocabulary's rows are no map between streams: they stay with AdamW."""
+        inner = ("readout.head", "embedding")
+        return {n: "muon" if x.ndim > 1 and n not in inner else "adamw" for n, x in params.items()}
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.partition({"muon": muon, "adamw": adam}, labels),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What an update is made of; compiled once per run.
+
+    Attributes:
+      structure: the head beside its arrays.
+      optimizer: see `make_optimizer`.
+      steps, step_decay, objective: of the loss.
+      taps: of the head.
+      dtype: of matrices while computing.
+    """
+
+    structure: Structure
+    optimizer: optax.GradientTransformation
+    steps: int
+    step_decay: float
+    objective: Any
+    taps: tuple[int, ...]
+    dtype: Any
+
+    def _loss(
+        self,
+        params: Parameters,
+        frozen: Parameters,
+        target: Any,
+        batch: Batch,
+        features: Features | None,
+        weights: Array,
+    ) -> tuple[Array, Tally]:
+        def cast(part: Parameters) -> Parameters:
+            return {
+                n: x.astype(self.dtype)
+                if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+                else x
+                for n, x in part.items()
+            }
+
+        head = self.structure.join(cast(params), cast(frozen))
+        seen = online_features(target, batch, self.taps) if features is None else features
+        taps, teacher = jax.tree.map(
+            lambda x: x.astype(self.dtype) if x.dtype == jnp.bfloat16 else x,
+            (seen.taps, seen.teacher),
+        )
+        states = unroll(head, target, batch, taps, self.steps)
+        valid = supervised(batch, self.steps)
+        loss, rows = head_loss(
+            head,
+            target,
+            states,
+            teacher,
+            valid,
+            weights,
+            objective=self.objective,
+            trained=params.__contains__,
+        )
+        return loss, Tally.create(jax.lax.stop_gradient(rows), valid)
+
+    def _weights(self, batches: Batch) -> Array:
+        """Of a row of each step, float32[S]: the mean over all anchors of the whole update, not of each part."""
+        counted = jnp.sum(jax.vmap(partial(supervised, steps=self.steps))(batches), axis=(0, 2, 3))
+        decay = self.step_decay ** jnp.arange(self.steps)
+        return decay / jnp.maximum(counted, 1)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def update(
+        self,
+        state: TrainState,
+        frozen: Parameters,
+        target: Any,
+        batches: Batch,
+        features: Features | None,
+    ) -> tuple[TrainState, Report]:
+        """One update.
+
+        Args:
+          frozen: the head's other arrays.
+          target: the frozen model.
+          batches: [M, B, T].
+          features: [M, B, T, ...], or None: the target is run here.
+        """
+        weights = self._weights(batches)
+        gradient = jax.value_and_grad(self._loss, has_aux=True)
+
+        def part(carry, given):
+            loss, gradients, tally = carry
+            (value, found), new = gradient(state.params, frozen, target, *given, weights)
+            add = partial(jax.tree.map, jnp.add)
+            return (loss + value, add(gradients, new), add(tally, found)), None
+
+        zeros = Tally(*(jnp.zeros(self.steps),) * 5)
+        start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params), zeros)
+        (loss, gradients, tally), _ = jax.lax.scan(part, start, (batches, features))
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        report = Report(loss=loss, norm=optax.tree.norm(gradients), tally=tally)
+        params: Any = optax.apply_updates(state.params, updates)
+        state = TrainState(
+            params=params,
+            optimizer=optimizer,
+            update=state.update + 1,
+        )
+        return state, report
+
+    @partial(jax.jit, static_argnums=0)
+    def evaluate(
+        self,
+        params: Parameters,
+        frozen: Parameters,
+        target: Any,
+        batch: Batch,
+        features: Features | None,
+    ) -> Report:
+        """The loss and sums of one batch [B, T], without an update."""
+        weights = self._weights(jax.tree.map(lambda x: x[None], batch))
+        loss, tally = self._loss(params, frozen, target, batch, features, weights)
+        return Report(loss=loss, norm=jnp.float32(0), tally=tally)
