@@ -23,6 +23,7 @@ import tyro
 from common import (
     DRAFTERS,
     DrafterName,
+    OtherDrafter,
     describe_device,
     make_drafter,
     use_compilation_cache,
@@ -38,10 +39,10 @@ from specjax.drafters.base import Context, NoDrafter, Proposal
 from specjax.generate import prepare
 from specjax.sampling import Processors, make_keys
 from specjax.trees import ladder
-from specjax.tuning import time_pass
+from specjax.tuning import time_pass, time_split
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-Section = Literal["curve", "plain", "lookup", "batch", "workloads", "compile"]
+Section = Literal["curve", "plain", "lookup", "split", "batch", "workloads", "compile"]
 HERE = Path(__file__).parent
 
 
@@ -52,10 +53,11 @@ class Options:
     Attributes:
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       sections: `curve` (cost of a pass and of a round by width), `plain` (against other engines), `lookup` (cost of a
-        proposal over a long history), `batch` (a stream through one and through 16 slots), `workloads` (drafters by
+        proposal over a long history), `split` (what drafting, verifying and the rest of a round take), `batch` (a stream through one and through 16 slots), `workloads` (drafters by
         workload), `compile` (first call, second process).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
       drafters: which to compare on the workloads.
+      head: folder or hub id of the head that `eagle3` and `hybrid-eagle3` draft with.
       temperatures: at which.
       limit: prompts per workload at most.
       max_new_tokens: per prompt.
@@ -66,7 +68,8 @@ class Options:
     target: str = "smollm2-135m-instruct"
     sections: tuple[Section, ...] = get_args(Section)
     prompts: Path = HERE / "prompts.jsonl"
-    drafters: tuple[DrafterName, ...] = ("ngram", "suffix", "adaptive")
+    drafters: tuple[DrafterName | OtherDrafter, ...] = ("ngram", "suffix", "adaptive")
+    head: str | None = None
     temperatures: tuple[float, ...] = (0.0, 1.0)
     limit: int = 8
     max_new_tokens: int = 1024
@@ -219,6 +222,24 @@ def measure_lookup(target: Any, options: Options, history: int = 8192) -> dict[s
     return result
 
 
+def measure_split(
+    target: Any, options: Options, tokenizer: specjax.Tokenizer
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of the parts of a round, by drafter, on the first prompt."""
+    text = next(iter(read_workloads(options.prompts, 1).values()))[0]
+    prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+    table = Table("drafter", "round, ms", "draft", "verify", "rest", title="Parts of a round")
+    result = {}
+    for name in ("none", *options.drafters):
+        drafter = make_drafter(name, None, head=options.head, target=target)
+        seconds = time_split(target, drafter, prompt)
+        result[name] = {part: 1e3 * spent for part, spent in seconds.items()}
+        shares = [f"{seconds[part] / seconds['round']:.1%}" for part in ("draft", "verify", "rest")]
+        table.add_row(name, f"{result[name]['round']:.1f}", *shares)
+    console.print(table)
+    return result
+
+
 def measure_batch(
     target: Any, options: Options, tokenizer: specjax.Tokenizer, slots: int = 16
 ) -> dict[str, float]:
@@ -237,7 +258,7 @@ def measure_batch(
                     target,
                     prompts,
                     slots=size,
-                    max_new_tokens=96,
+                    max_new_tokens=256,
                     stop_token_ids=tokenizer.stop_token_ids,
                 )
             )
@@ -290,6 +311,8 @@ def main(options: Options) -> None:
         report["plain"] = measure_plain(target, options, tokenizer)
     if "lookup" in options.sections:
         report["lookup"] = measure_lookup(target, options)
+    if "split" in options.sections:
+        report["split"] = measure_split(target, options, tokenizer)
     if "batch" in options.sections:
         report["batch"] = measure_batch(target, options, tokenizer)
     if "workloads" in options.sections:
@@ -305,6 +328,7 @@ def main(options: Options) -> None:
                 max_new_tokens=options.max_new_tokens,
                 curve=curve,
                 console=console,
+                head=options.head,
             )
     if "compile" in options.sections:
         report["compile"] = measure_compile(options)

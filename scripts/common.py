@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -59,6 +59,8 @@ DrafterName = Literal[
     "adaptive-suffix",
 ]
 
+OtherDrafter = Literal["draft-model", "early-exit", "eagle3", "hybrid-eagle3"]
+
 DRAFTERS: dict[str, Callable[[int | None], Any]] = {
     "none": lambda _: None,
     "ngram": lambda n: _sized(specjax.NGram, n),
@@ -79,8 +81,17 @@ def make_drafter(
     *,
     draft_model: str | None = None,
     exit_layer: int | None = None,
+    head: str | None = None,
+    target: Any = None,
 ) -> Any:
     """The drafter of a command line's name; None for "none".
+
+    Args:
+      name: a key of `DRAFTERS`, or one of those below, which need one of the other arguments.
+      num_draft: None leaves the drafter's own default.
+      draft_model: source of a draft model.
+      exit_layer: layers of early exit.
+      head: folder or hub id of an EAGLE-3 head for `target`.
 
     Raises:
       ValueError: unknown name, or something missing that it needs.
@@ -97,7 +108,12 @@ def make_drafter(
             if exit_layer is None:
                 raise ValueError("drafter early-exit needs --exit-layer E, got none")
             return _sized(specjax.EarlyExit, num_draft, num_layers=exit_layer)
-    names = ", ".join([*DRAFTERS, "draft-model", "early-exit"])
+        case "eagle3" | "hybrid-eagle3":
+            if head is None:
+                raise ValueError(f"drafter {name} needs --head FOLDER, got none")
+            eagle = _sized(specjax.Eagle3, num_draft, head=specjax.load_head(head, target))
+            return eagle if name == "eagle3" else specjax.Hybrid((specjax.NGram(), eagle))
+    names = ", ".join([*DRAFTERS, *get_args(OtherDrafter)])
     raise ValueError(f"drafter must be one of {names}; got {name!r}")
 
 

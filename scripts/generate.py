@@ -7,11 +7,11 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from common import (
     DrafterName,
+    OtherDrafter,
     describe_device,
     make_drafter,
     read_conversations,
@@ -34,6 +34,7 @@ class Options:
       drafter: what proposes tokens.
       draft_model: source of the drafter `draft-model`.
       exit_layer: layers that the drafter `early-exit` runs.
+      head: folder or hub id of the head that `eagle3` and `hybrid-eagle3` (n-gram first) draft with.
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
       prompt: a prompt; may be given several times.
       prompt_file: a text file with one prompt, or JSON lines with `prompt`, `turns` or `messages`.
@@ -49,9 +50,10 @@ class Options:
     """
 
     target: str = "smollm2-135m-instruct"
-    drafter: DrafterName | Literal["draft-model", "early-exit"] = "ngram"
+    drafter: DrafterName | OtherDrafter = "ngram"
     draft_model: str | None = None
     exit_layer: int | None = None
+    head: str | None = None
     num_draft: int | None = None
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompt_file: Path | None = None
@@ -82,13 +84,15 @@ def main(options: Options) -> None:
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
+    target = specjax.load_target(options.target)
     drafter = make_drafter(
         options.drafter,
         options.num_draft,
         draft_model=options.draft_model,
         exit_layer=options.exit_layer,
+        head=options.head,
+        target=target,
     )
-    target = specjax.load_target(options.target)
     tokenizer = specjax.load_tokenizer(options.target)
     rows = []
     for i, messages in enumerate(

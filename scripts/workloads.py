@@ -66,9 +66,12 @@ def measure_workloads(
     max_new_tokens: int,
     curve: dict[int, float],
     console: Console,
+    head: str | None = None,
 ) -> dict[str, Any]:
     """Drafters against plain decoding by workload; every prompt with each in turn."""
-    drafters = {"plain": None} | {name: make_drafter(name, None) for name in names}
+    drafters = {"plain": None} | {
+        name: make_drafter(name, None, head=head, target=target) for name in names
+    }
     sampling = specjax.Sampling(temperature=temperature)
     table = Table("workload", "tokens", "plain/s", title=f"Speed-up at temperature {temperature:g}")
     for name in names:

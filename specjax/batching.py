@@ -23,8 +23,7 @@ from specjax.sampling import Processors, Sampling, make_keys
 from specjax.verification import Verification
 
 ROUNDS = 64  # at most this many between two looks at which rows have ended
-GROUP = 2  # rows that learn their prompts together
-PASS = 128  # tokens of theirs that a pass takes
+CHUNK = 128  # tokens that a pass of prefill takes
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def generate_stream(
         drafter = drafter.remember([])
     keys = make_keys(key, len(arrays))
     processors = Processors.create(sampling, len(arrays))
-    width, left = min(GROUP, slots), set(skip)
+    left = set(skip)
     waiting = [i for i in range(len(arrays)) if i not in left]
     shared = None
 
@@ -116,24 +115,17 @@ def generate_stream(
             state = replace(state, drafter_state=share(state.drafter_state, shared))
         owner: list[int | None] = [None] * slots
         while queue or any(i is not None for i in owner):
-            free = [row for row in range(slots) if owner[row] is None]
-            while free and queue:
-                # a few rows learn their prompts together; those that are spare repeat one and go nowhere
-                group = [queue.pop() for _ in range(min(width, len(free), len(queue)))]
-                places, free = free[: len(group)], free[len(group) :]
-                for row, index in zip(places, group, strict=True):
-                    owner[row] = index
-                spare = width - len(group)
-                fresh = rows(group + group[-1:] * spare, max_new_tokens, room)
-                fresh = replace(
-                    fresh, drafter_state=share(fresh.drafter_state, state.drafter_state)
-                )
-                fresh = prefill(target, drafter, fresh, PASS // width)
-                state = insert(state, jnp.asarray(places + [slots] * spare), fresh)
+            # row by row: a pass of prefill is bound by arithmetic, so several rows at once gain nothing
+            for row in range(slots):
+                if owner[row] is None and queue:
+                    owner[row] = index = queue.pop()
+                    single = rows([index], max_new_tokens, room)
+                    single = replace(
+                        single, drafter_state=share(single.drafter_state, state.drafter_state)
+                    )
+                    state = insert(state, row, prefill(target, drafter, single, CHUNK))
             busy = sum(i is not None for i in owner)
-            # while prompts wait, until enough rows have ended to refill them together
-            least = max(1, busy - min(width, len(queue)) + 1) if queue else 1
-            state = decode(target, drafter, state, ROUNDS, least)
+            state = decode(target, drafter, state, ROUNDS, busy if queue else 1)
             done, length = np.asarray(state.done), np.asarray(state.length)
             for row, index in enumerate(owner):
                 if index is None or not done[row]:
@@ -171,7 +163,7 @@ def plan(
     """
     sizes: dict[int, list[int]] = {}
     for i in waiting:
-        padded = -(-arrays[i].size // PASS) * PASS + 1
+        padded = -(-arrays[i].size // CHUNK) * CHUNK + 1
         sizes.setdefault(bucket(max(arrays[i].size + more, padded)), []).append(i)
     found: list[tuple[int, list[int]]] = []
     for size in sorted(sizes, reverse=True):

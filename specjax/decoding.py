@@ -254,27 +254,33 @@ def commit(
     )
 
 
+def draft(
+    target: Target, drafter: Drafter, state: DecodeState
+) -> tuple[DecodeState, Proposal, Context]:
+    """This round's proposal, no longer than the row's budget allows."""
+    context = Context(
+        tokens=state.tokens,
+        length=state.length,
+        keys=round_keys(state.keys, state.statistics.rounds),
+        processors=state.processors,
+        seen=state.seen,
+        cache=state.cache,
+        done=state.done,
+    )
+    proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
+    # the target adds one token of its own, so drafts past limit - 1 are never emitted
+    room = jnp.where(state.done, 0, state.limit - state.length - 1)
+    if proposal.parent is None:
+        proposal = replace(proposal, length=jnp.clip(proposal.length, 0, room))
+    else:  # nodes come in any order of depth: all of them, or none
+        proposal = replace(proposal, length=jnp.where(room > 0, proposal.length, 0))
+    return replace(state, drafter_state=drafter_state), proposal, context
+
+
 def decode_round(target: Target, drafter: Drafter, state: DecodeState) -> DecodeState:
     """One round: every active row grows by 1 to N + 1 tokens."""
-    keys = round_keys(state.keys, state.statistics.rounds)
     with jax.named_scope("draft"):
-        context = Context(
-            tokens=state.tokens,
-            length=state.length,
-            keys=keys,
-            processors=state.processors,
-            seen=state.seen,
-            cache=state.cache,
-            done=state.done,
-        )
-        proposal, drafter_state = drafter.propose(target, state.drafter_state, context)
-        # the target adds one token of its own, so drafts past limit - 1 are never emitted
-        room = jnp.where(state.done, 0, state.limit - state.length - 1)
-        if proposal.parent is None:
-            proposal = replace(proposal, length=jnp.clip(proposal.length, 0, room))
-        else:  # nodes come in any order of depth: all of them, or none
-            proposal = replace(proposal, length=jnp.where(room > 0, proposal.length, 0))
-        state = replace(state, drafter_state=drafter_state)
+        state, proposal, context = draft(target, drafter, state)
     with jax.named_scope("verify"):
         verdict = verify(target, drafter, state, proposal, context)
     with jax.named_scope("commit"):
@@ -306,24 +312,21 @@ def decode(
 
 
 @partial(jax.jit, donate_argnames="state")
-def insert(state: DecodeState, rows: Array, others: DecodeState) -> DecodeState:
-    """The batch with some rows replaced by those of another state.
+def insert(state: DecodeState, row: Array | int, single: DecodeState) -> DecodeState:
+    """The batch with a row replaced by a state of one row.
 
-    What all rows share (`drafters.base.Shared`) is taken from `others`, which has started from the batch's and learned
-    its rows' prompts.
-
-    Args:
-      rows: int32[n], where each of the n rows of `others` goes; B or more leaves one out.
+    What all rows share (`drafters.base.Shared`) is taken from `single`, which has started from the batch's and learned
+    the row's prompt.
     """
 
     def put(old: Any, new: Any) -> Any:
         if isinstance(old, Shared):
             return new
-        return old.at[rows].set(new, mode="drop")
+        return old.at[row].set(new[0])
 
     def merge(old: Any, new: Any) -> Any:
         return jax.tree.map(put, old, new, is_leaf=lambda x: isinstance(x, Shared))
 
     stops = state.stop_token_ids
-    merged = merge(replace(state, stop_token_ids=None), replace(others, stop_token_ids=None))
-    return replace(merged, stop_token_ids=stops)
+    rows = merge(replace(state, stop_token_ids=None), replace(single, stop_token_ids=None))
+    return replace(rows, stop_token_ids=stops)

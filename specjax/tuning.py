@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints.vocabulary import check_same_tokens, shared_tokens
+from specjax.decoding import decode, draft, prefill, verify
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
-from specjax.generate import bucket, generate
+from specjax.generate import bucket, generate, prepare
 from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
 
@@ -60,6 +61,63 @@ def measure_costs(
             times[attempt, i] = time_pass(target, width, batch=batch, slots=slots)
     medians = np.median(times[1:], axis=0)
     return medians / medians[0]
+
+
+def time_split(
+    target: Target,
+    drafter: Any,
+    prompt: Sequence[int],
+    *,
+    rounds: int = 32,
+    points: int = 4,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+) -> dict[str, float]:
+    """Where the time of a round goes, on a real prompt at batch 1.
+
+    Drafting and verifying are timed by themselves, on the states that decoding reaches after every `rounds / points`
+    rounds; the rest is what a whole round takes beside them: acceptance is part of verifying, what a head makes of the
+    committed tokens is part of the rest.
+
+    Args:
+      prompt: token ids.
+      rounds: that are timed.
+      points: states on which the parts are timed.
+
+    Returns:
+      seconds per round: `draft`, `verify`, `rest`, `round`.
+    """
+    step = max(1, rounds // points)
+    drafter, state, chunk = prepare(
+        target,
+        [prompt],
+        drafter=drafter,
+        max_new_tokens=(step * points + 1) * ((0 if drafter is None else drafter.num_draft) + 1),
+        sampling=sampling,
+        key=0,
+        stop_token_ids=(),
+    )
+    state = prefill(target, drafter, state, chunk)
+    propose = jax.jit(draft)
+    check = jax.jit(verify)
+    found: dict[str, list[float]] = {"draft": [], "verify": [], "round": []}
+
+    def timed(name: str, repeats: int, function: Any, *arguments: Any) -> Any:
+        result = jax.block_until_ready(function(*arguments))  # compiled by now
+        began = time.perf_counter()
+        for _ in range(repeats):
+            jax.block_until_ready(function(*arguments))
+        found[name].append((time.perf_counter() - began) / repeats)
+        return result
+
+    decode(target, drafter, jax.tree.map(jnp.copy, state), step)  # compiles
+    for _ in range(points):
+        _, proposal, context = timed("draft", 5, propose, target, drafter, state)
+        timed("verify", 5, check, target, drafter, state, proposal, context)
+        began = time.perf_counter()
+        state = jax.block_until_ready(decode(target, drafter, state, step))
+        found["round"].append((time.perf_counter() - began) / step)
+    means = {name: float(np.mean(seconds)) for name, seconds in found.items()}
+    return means | {"rest": means["round"] - means["draft"] - means["verify"]}
 
 
 def expected_tokens(rate: float, num_draft: int) -> float:

@@ -141,3 +141,46 @@ def test_pairs_and_layers_are_measured(place, tmp_path):
     assert json.loads(out.read_text())["rates"]["0.0"][0] == 1.0
     text = run("search_layers.py", *common, "--shares", 0.5, cache=cache)
     assert "first 1 of 2" in text
+
+
+def test_a_head_from_answers_to_drafts(place, tmp_path):
+    """batch.py -> prepare_data.py -> train_eagle3.py -> export_head.py -> generate.py, as the README has it."""
+    pytest.importorskip("grain")
+    model, cache = place
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"workload": "letters", "prompt": c * 3} for c in "abcdefghijkl"]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    common = ["--target", model]
+    made = ["--prompts", prompts, "--output", answers, "--slots", 4, "--max-new-tokens", 40]
+    run("batch.py", *common, *made, "--temperature", 0.8, cache=cache)
+    data = ["--source", answers, "--output", tmp_path / "data", "--length", 64]
+    text = run("prepare_data.py", *common, *data, "--valid-share", 0.3, cache=cache)
+    assert "wanted" in text and "a draft vocabulary of 2048 covers 100.00%" in text
+    config = tmp_path / "run.toml"
+    settings = {
+        "target": str(model),
+        "data": str(tmp_path / "data"),
+        "output": str(tmp_path / "run"),
+        "taps": [0, 1, 2],
+        "draft_vocab_size": 128,
+        "batch_size": 2,
+        "epochs": 2.0,
+        "decode_prompts": str(prompts),
+        "decode_tokens": 8,
+    }
+    config.write_text("\n".join(f"{k} = {json.dumps(v)}" for k, v in settings.items()))
+    text = run("train_eagle3.py", "--config", config, cache=cache)
+    assert "covers" in text and "head in" in text and "letters" in text
+    assert (tmp_path / "run" / "log.jsonl").stat().st_size
+    out = ["--output", tmp_path / "served", "--layout", "speculators", "--dtype", "float32"]
+    run("export_head.py", *common, *out, "--head", tmp_path / "run" / "head", cache=cache)
+    tokens = []
+    for drafter in ("none", "eagle3", "hybrid-eagle3"):
+        report = tmp_path / f"{drafter}.json"
+        given = ["--prompt", "abc", "--max-new-tokens", 16, "--json", report, "--drafter", drafter]
+        run("generate.py", *common, *given, "--head", tmp_path / "served", cache=cache)
+        tokens.append(json.loads(report.read_text())["rows"][0]["tokens"])
+    assert tokens[0] == tokens[1] == tokens[2]
+    config.write_text(config.read_text() + "\nlearning_rat = 1.0")
+    text = run("train_eagle3.py", "--config", config, cache=cache, code=1)
+    assert "did you mean 'learning_rate'" in text and "Traceback" not in text

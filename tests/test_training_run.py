@@ -1,16 +1,19 @@
 """Whole training runs on a tiny target: data, features, resuming, and a head that drafts better than an untrained one."""
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from folders import write_folder
 from rich.console import Console
 from zoo import tiny_target
 
@@ -115,9 +118,9 @@ def test_resumed_run_is_bit_identical(data, tmp_path, features, monkeypatch):
     more = {"features": features, "feature_folder": tmp_path / "features"}
     whole = run(config(data, tmp_path / "whole", **more))
     settings = config(data, tmp_path / "parts", **more)
-    import training.loop
+    import training.source
 
-    count, advance = 0, training.loop.Source.parts
+    count, advance = 0, training.source.Source.parts
 
     def parts(self, *given):
         nonlocal count
@@ -126,7 +129,7 @@ def test_resumed_run_is_bit_identical(data, tmp_path, features, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return advance(self, *given)
 
-    monkeypatch.setattr(training.loop.Source, "parts", parts)
+    monkeypatch.setattr(training.source.Source, "parts", parts)
     with pytest.raises(TrainingStopped, match="update 5 is saved"):
         run(settings)
     resumed = run(settings)
@@ -142,8 +145,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
 import test_training_run as t
-import training.loop
-count, advance = 0, training.loop.Source.parts
+import training.source
+count, advance = 0, training.source.Source.parts
 def parts(self, *given):
     global count
     count += 1
@@ -153,7 +156,7 @@ def parts(self, *given):
         os.kill(os.getpid(), signal.SIGKILL)
     return advance(self, *given)
 if sys.argv[3] == "kill":
-    training.loop.Source.parts = parts
+    training.source.Source.parts = parts
 t.run(t.config(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
@@ -176,6 +179,48 @@ def test_killed_run_resumes_bit_identical(data, tmp_path):
         )
         assert done.returncode == code, done.stderr
     same(specjax.load_head(tmp_path / "parts" / "head", TARGET), whole.head)
+
+
+SPREAD = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+import jax
+import test_training_run as t
+from training.sharding import make_mesh, place_head, place_target
+assert len(jax.devices()) == 8
+data, output = Path(sys.argv[1]), Path(sys.argv[2])
+more = {"max_updates": 4, "evaluate_every": 4, "log_every": 1, "data_parallel": 4, "model_parallel": 2}
+t.run(t.config(data, output, **more))
+target = place_target(t.TARGET, make_mesh(4, 2))
+qkv = target.layers[0].attention.qkv[...]
+assert {s.data.shape for s in qkv.addressable_shards} == {(32, 1, 4, 8)}, qkv.sharding
+head = place_head({"fc": jax.numpy.zeros((96, 32))}, make_mesh(8, 1))["fc"]
+assert {s.data.shape for s in head.addressable_shards} == {(12, 32)}
+"""
+
+
+@pytest.mark.xdist_group("run")
+def test_eight_devices_train_like_one(data, tmp_path):
+    """Data parallel by 4 with the head split, tensor parallel by 2: the same losses."""
+    run(config(data, tmp_path / "one", max_updates=4, evaluate_every=4, log_every=1))
+    here = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", SPREAD, data, tmp_path / "eight", here, here.parent]
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+    )
+    assert done.returncode == 0, done.stderr
+    logs = [read_log(tmp_path / name) for name in ("one", "eight")]
+    assert len(logs[0]) == len(logs[1]) == 5
+    for one, eight in zip(*logs, strict=True):
+        np.testing.assert_allclose(one["loss"], eight["loss"], rtol=2e-4)
+    heads = [specjax.load_head(tmp_path / n / "head", TARGET) for n in ("one", "eight")]
+    for a, b in zip(*map(jax.tree.leaves, heads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=2e-3)
 
 
 @pytest.mark.xdist_group("run")
@@ -291,29 +336,10 @@ def test_chat_mask_covers_the_assistants_tokens(system):
     assert [tokenizer.decode(s) for s in spans] == ["Hello!<|im_end|>", "So.\n<|im_end|>"]
 
 
+@functools.cache
 def chat_tokenizer():
-    """ChatML over bytes."""
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-    from tokenizers.decoders import ByteLevel
-
-    from specjax.checkpoints.tokenizer import Tokenizer
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = ByteLevel()
-    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return Tokenizer(
-        inner,
-        stop_token_ids=[inner.token_to_id("<|im_end|>")],
-        special_tokens={},
-        chat_templates={"default": template},
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return specjax.load_tokenizer(write_folder(Path(folder)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ import specjax
 from specjax import DraftModel, EarlyExit, Monitor, NGram, Sampling
 from specjax.checkpoints.vocabulary import shared_tokens
 from specjax.drafters.translated import TranslatedModel, translate
-from specjax.tuning import check_pair, expected_tokens, layer_changes, measure_costs, try_layers
+from specjax.tuning import (
+    check_pair,
+    expected_tokens,
+    layer_changes,
+    measure_costs,
+    time_split,
+    try_layers,
+)
 
 TARGET = tiny_target()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [2, 7]]
@@ -116,3 +123,10 @@ def test_monitor_adds_up_and_exports(tmp_path):
     assert 'per_pos_total{model_name="a \\"b\\"",position="0"} ' in text
     assert monitor.drafts <= monitor.rounds
     assert monitor.mean_acceptance_length == monitor.emitted / monitor.rounds
+
+
+@pytest.mark.parametrize("drafter", [None, NGram(num_draft=2)])
+def test_time_split_adds_up(drafter):
+    parts = time_split(TARGET, drafter, [1, 2, 3, 1, 2], rounds=4, points=2)
+    assert all(parts[name] > 0 for name in ("draft", "verify", "round"))
+    assert parts["draft"] + parts["verify"] + parts["rest"] == pytest.approx(parts["round"])

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
-from rich.progress import Progress
 
 import specjax
 from specjax.checkpoints.head_export import save_head
-from specjax.checkpoints.heads import load_head
-from specjax.models.config import LayerConfig
-from specjax.models.heads import EagleHead, HeadConfig, check_head, default_taps
+from specjax.models.heads import EagleHead
 from specjax.models.transformer import Transformer
 from training.checkpoints import RunCheckpoints
 from training.config import TrainConfig
-from training.data import SPLITS, Summary, batches, open_sequences, read_summary
-from training.eagle3 import Batch
-from training.features import FeatureFile, check_features, feature_bytes, write_features
+from training.data import batches, open_sequences, read_summary
+from training.heads import is_trained, make_head
 from training.logs import RunLog, plot_run
 from training.parameters import split
+from training.sharding import make_mesh, place_head, place_target
+from training.source import Source
 from training.step import Step, Tally, TrainState, make_optimizer
 
 # Settings that may change between the parts of one run.
@@ -59,63 +56,6 @@ class Result:
     folder: Path
     updates: int
     simulated_length: float
-
-
-def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -> EagleHead:
-    """A head for a target: random layers, the target's rows as vocabulary.
-
-    Args:
-      ids: int32[Vd], the draft vocabulary; None is the target's.
-    """
-    c = target.config
-    taps = default_taps(c.num_layers) if config.taps is None else config.taps
-    shape = HeadConfig(
-        decoder=replace(
-            c,
-            family="llama",
-            layers=(LayerConfig(),) * config.num_layers,
-            ropes=c.ropes[:1],
-            mlp_size=config.mlp_size or c.mlp_size,
-            tied=False,
-            qkv_bias=False,
-            output_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            post_norms=False,
-            activation="silu",
-            embedding_scale=1.0,
-            attention_scale=None,
-            attention_softcap=None,
-            logit_softcap=None,
-            num_experts=0,
-            rotary_dim=None,
-        ),
-        target_hidden_size=c.hidden_size,
-        draft_vocab_size=c.vocab_size if ids is None else len(ids),
-        taps=tuple(taps),
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-    )
-    check_head(shape, target)
-    head = EagleHead(shape, rngs=nnx.Rngs(config.seed))
-    rows = target.head[...] if ids is None else target.head[...][:, ids]
-    head.readout.head = nnx.Param(rows.astype(jnp.float32))
-    if ids is not None:
-        head.ids = nnx.Variable(jnp.asarray(ids))
-    return head
-
-
-def make_head(
-    config: TrainConfig, target: Transformer, summary: Summary, stops: Sequence[int]
-) -> EagleHead:
-    """The head that a run starts from."""
-    if config.start_from is not None:
-        return load_head(config.start_from, target, dtype=jnp.float32)
-    size = config.draft_vocab_size
-    whole = size in (0, target.vocab_size)
-    return new_head(config, target, None if whole else summary.draft_vocabulary(size, stops))
 
 
 def train(
@@ -157,7 +97,11 @@ def train(
     per_epoch = len(sequences) // config.batch_size
     updates = max(1, round(config.epochs * per_epoch))
     updates = min(updates, config.max_updates or updates)
-    source = Source(config, target, summary, head.config.taps, console)
+    mesh = None
+    if config.data_parallel * config.model_parallel > 1:
+        mesh = make_mesh(config.data_parallel, config.model_parallel)
+        target = place_target(target, mesh)
+    source = Source(config, target, summary, head.config.taps, console, mesh)
     trained = partial(is_trained, config.train_readout)
     dtype = config.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     params, frozen, structure = split(head, trained)
@@ -169,8 +113,11 @@ def train(
         objective=config.objective,
         taps=head.config.taps,
         dtype=jnp.dtype(dtype),
+        mesh=mesh,
     )
     state = TrainState(params=params, optimizer=step.optimizer.init(params), update=jnp.int32(0))
+    if mesh is not None:
+        state, frozen = place_head((state, frozen), mesh)
     kept = {k: v for k, v in asdict(config).items() if k not in FREE}
     identity = json.loads(json.dumps({**kept, "updates": updates}, default=str))
     checkpoints = RunCheckpoints(config.output, identity)
@@ -208,11 +155,6 @@ def train(
     save_head(head, config.output / "head")
     plot_run(config.output)
     return Result(head, config.output / "head", int(state.update), best[1])
-
-
-def is_trained(readout: bool, name: str) -> bool:
-    """Whether a parameter of a head is trained: all but the map of ids, and the vocabulary's rows if `readout` is off."""
-    return name != "ids" and (readout or name != "readout.head")
 
 
 def _updates(
@@ -293,77 +235,6 @@ def evaluate(
         tally = report.tally if tally is None else jax.tree.map(jnp.add, tally, report.tally)
     assert isinstance(tally, Tally)
     return {"loss": total / max(weight, 1.0), **tally.figures()}
-
-
-class Source:
-    """Batches with the target's states, computed in the step or read from disk.
-
-    Args:
-      config: of the run.
-      target, summary: model and data.
-      taps: of the head.
-      console: where the writing of features is shown.
-    """
-
-    VALID = 64  # validation sequences that are used
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        target: Transformer,
-        summary: Summary,
-        taps: tuple[int, ...],
-        console: Console,
-    ):
-        self.valid = open_sequences(config.data, "valid", summary.length)
-        self.size = max(1, min(config.batch_size // config.accumulate, len(self.valid)))
-        self.files: dict[str, FeatureFile] = {}
-        if config.features == "online":
-            return
-        root = config.feature_folder or config.data / "features"
-        for part in SPLITS:
-            sequences = open_sequences(config.data, part, summary.length)
-            identity = {
-                "target": config.target,
-                "taps": list(taps),
-                "sequences": len(sequences),
-                "tokens": summary.tokens[part],
-            }
-            folder = root / part
-            if not (folder / "features.json").is_file():
-                need = feature_bytes(
-                    len(sequences), summary.length, len(taps), target.config.hidden_size
-                )
-                console.print(f"features of the {part} split: {need / 1e9:.2f} GB in {folder}")
-                with Progress(console=console, disable=not console.is_terminal) as progress:
-                    task = progress.add_task(f"{part} features", total=len(sequences))
-                    write_features(
-                        target,
-                        sequences,
-                        folder,
-                        taps,
-                        identity,
-                        progress=lambda n, p=progress, t=task: p.update(t, completed=n),
-                    )
-            self.files[part] = FeatureFile(folder, identity)
-            check_features(target, sequences, self.files[part], taps)
-
-    def _pair(self, part: str, rows: dict[str, np.ndarray]) -> tuple[Batch, Any]:
-        batch = Batch(**{k: jnp.asarray(rows[k]) for k in ("tokens", "wanted", "document")})
-        return batch, self.files[part].read(rows["index"]) if self.files else None
-
-    def parts(self, rows: dict[str, np.ndarray], accumulate: int) -> tuple[Batch, Any]:
-        """A batch as [M, B, T] arrays."""
-        return jax.tree.map(
-            lambda x: x.reshape(accumulate, -1, *x.shape[1:]), self._pair("train", rows)
-        )
-
-    def validation(self) -> Iterator[tuple[Batch, Any]]:
-        """The validation sequences in batches of one size; what is left over is left out."""
-        count = min(len(self.valid), self.VALID)
-        for start in range(0, count - self.size + 1, self.size):
-            rows = [self.valid[i] for i in range(start, start + self.size)]
-            yield self._pair("valid", {k: np.stack([r[k] for r in rows]) for k in rows[0]})
 
 
 @contextmanager

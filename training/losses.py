@@ -119,7 +119,7 @@ def head_loss(
       weights: float32[S], factor on the loss of each row of a step.
       objective: see `divergence`.
       trained: which of the head's parameters get gradients, by name.
-      chunk: C.
+      chunk: C, rows whose logits exist at a time.
 
     Returns:
       the weighted sum over rows and steps, float32[], and the rows. Anchors whose likeliest token is outside the draft
@@ -135,22 +135,24 @@ def head_loss(
     # rows lie where the teacher speaks of them, so that one product serves all steps
     moved = jnp.stack([shift_right(states[k], k + 1) for k in range(steps)])
     counted = jnp.stack([shift_right(valid[k], k + 1) for k in range(steps)])
-    size = batch * length
-    spare = -size % chunk
+    piece_length = max(
+        1, min(length, chunk // batch)
+    )  # cut along T: the batch may lie on several devices
+    spare = -length % piece_length
 
     def pieces(x: Array, axis: int) -> Array:
-        """[.., B, T, ..] -> [number of chunks, .., C, ..]."""
-        flat = x.reshape(*x.shape[:axis], size, *x.shape[axis + 2 :])
-        pad = [(0, spare) if i == axis else (0, 0) for i in range(flat.ndim)]
-        flat = jnp.pad(flat, pad).reshape(*flat.shape[:axis], -1, chunk, *flat.shape[axis + 1 :])
-        return jnp.moveaxis(flat, axis, 0)
+        """[.., T, ..] -> [number of pieces, .., piece, ..]."""
+        pad = [(0, spare) if i == axis else (0, 0) for i in range(x.ndim)]
+        x = jnp.pad(x, pad)
+        x = x.reshape(*x.shape[:axis], -1, piece_length, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
 
     params, frozen, structure = split(head.readout, lambda name: trained(f"readout.{name}"))
     others = {
-        "last": pieces(teacher.last, 0),
-        "counted": pieces(counted, 1),
-        "log_total": None if teacher.log_total is None else pieces(teacher.log_total, 0),
-        "best": None if teacher.best is None else pieces(teacher.best, 0),
+        "last": pieces(teacher.last, 1),
+        "counted": pieces(counted, 2),
+        "log_total": None if teacher.log_total is None else pieces(teacher.log_total, 1),
+        "best": None if teacher.best is None else pieces(teacher.best, 1),
     }
 
     def piece(params: Any, constants: Any, states: Array, others: Any) -> tuple[Array, Any]:
@@ -161,7 +163,7 @@ def head_loss(
             logits = target.logits(others["last"])
             log_total = jax.nn.logsumexp(logits, axis=-1)
             best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            logits = logits if ids is None else logits[:, ids]
+            logits = logits if ids is None else logits[..., ids]
         else:
             logits = target.logits(others["last"], ids)
         log_p = jax.nn.log_softmax(logits, axis=-1)
@@ -173,9 +175,9 @@ def head_loss(
             loss, acceptance = divergence(objective, log_p, log_q, covered)
             return loss, acceptance, jnp.argmax(log_q, axis=-1) == best
 
-        loss, acceptance, right = jax.vmap(step)(states)  # [S, C]
+        loss, acceptance, right = jax.vmap(step)(states)  # [S, B, piece]
         used = others["counted"] & (best >= 0)
-        loss = jnp.where(used, loss, 0.0) * constants["weights"][:, None]
+        loss = jnp.where(used, loss, 0.0) * constants["weights"][:, None, None]
         return jnp.sum(loss), (right, acceptance)
 
     constants = {
@@ -185,12 +187,12 @@ def head_loss(
         "place": place,
         "weights": weights.astype(jnp.float32),
     }
-    swept: Any = sweep(piece, params, constants, pieces(moved, 1), others)
+    swept: Any = sweep(piece, params, constants, pieces(moved, 2), others)
     loss, (right, acceptance) = swept
 
     def whole(x: Array) -> Array:
-        """[chunks, S, C] -> [S, B, T], back at the anchors."""
-        x = jnp.moveaxis(x, 0, 1).reshape(steps, -1)[:, :size].reshape(steps, batch, length)
+        """[pieces, S, B, piece] -> [S, B, T], back at the anchors."""
+        x = jnp.moveaxis(x, 0, 2).reshape(steps, batch, -1)[:, :, :length]
         return jnp.stack([shift_left(x[k], k + 1) for k in range(steps)])
 
     return loss, Rows(right=whole(right), acceptance=whole(acceptance))

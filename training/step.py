@@ -18,6 +18,7 @@ from training.eagle3 import Batch, supervised, unroll
 from training.features import Features, online_features
 from training.losses import Rows, head_loss
 from training.parameters import Parameters, Structure
+from training.sharding import head_sharding
 
 
 @struct.dataclass
@@ -158,6 +159,7 @@ class Step:
       steps, step_decay, objective: of the loss.
       taps: of the head.
       dtype: of matrices while computing.
+      mesh: of the devices that parameters and batches are spread over; None is one device.
     """
 
     structure: Structure
@@ -167,6 +169,7 @@ class Step:
     objective: Any
     taps: tuple[int, ...]
     dtype: Any
+    mesh: Any = None
 
     def _loss(
         self,
@@ -248,6 +251,11 @@ class Step:
             optimizer=optimizer,
             update=state.update + 1,
         )
+        if self.mesh is not None:  # every update finds the arrays where the one before did
+            state = jax.tree.map(
+                lambda x: jax.lax.with_sharding_constraint(x, head_sharding(x.shape, self.mesh)),
+                state,
+            )
         return state, report
 
     @partial(jax.jit, static_argnums=0)

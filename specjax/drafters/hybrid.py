@@ -110,17 +110,18 @@ def side_by_side(options: Sequence[Proposal]) -> Proposal:
 class Hybrid:
     """Picks among drafters per row and per round.
 
-        "first" takes the first member that proposes anything; the later ones run only if some row needs them. That is how
-        peers combine look-up with a network: `Hybrid([NGram(), Eagle3(head)])`. "gain" runs all and takes the proposal that
-        promises most: by its own confidence where the drafts are deterministic, else by what the member's drafts were worth
-        to this row so far. "tree" runs all and verifies their chains side by side, as branches of one tree; the members' drafts
-    must be deterministic for that. All members see every commit, so a member that was passed over is in step when its turn comes.
+    "first" takes the first member that proposes anything; the later ones run only if some row needs them. That is how
+    peers combine look-up with a network: `Hybrid([NGram(), Eagle3(head)])`. "gain" runs all and takes the proposal that
+    promises most: by its own confidence where the drafts are deterministic, else by what the member's drafts were worth
+    to this row so far. "tree" runs all and verifies their chains side by side, as branches of one tree; the members'
+    drafts must be deterministic for that. All members see every commit, so a member that was passed over is in step when
+    its turn comes.
 
-        A member's `reuse` is not handed on: other rows may have taken another member's drafts.
+    A member's `reuse` is not handed on: other rows may have taken another member's drafts.
 
-        Attributes:
-          drafters: the members, cheapest first.
-          choose: "first", "gain" or "tree".
+    Attributes:
+      drafters: the members, cheapest first.
+      choose: "first", "gain" or "tree".
     """
 
     drafters: tuple[Any, ...]
