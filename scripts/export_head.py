@@ -23,6 +23,7 @@ class Options:
       output: folder to write.
       layout: `sglang` (SGLang, vLLM, TensorRT-LLM, SafeAILab, SpecForge) or `speculators` (speculators, vLLM).
       dtype: of the written tensors.
+      verifier: hub id of the target, for speculators' layout.
       num_draft: drafted tokens that speculators' layout proposes to servers.
     """
 
@@ -31,6 +32,7 @@ class Options:
     output: Path
     layout: Literal["sglang", "speculators"] = "sglang"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    verifier: str | None = None
     num_draft: int = 3
 
 
@@ -42,6 +44,7 @@ def main(options: Options) -> None:
         options.output,
         options.layout,
         target=target,
+        verifier=options.verifier,
         dtype=options.dtype,
         num_draft=options.num_draft,
     )

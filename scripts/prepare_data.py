@@ -68,6 +68,8 @@ def main(options: Options) -> None:
         console.print(
             f"left out, longer than {options.length} tokens: {summary.too_long} documents"
         )
+    if summary.masked:
+        console.print(f"left out, without a token to learn: {summary.masked} documents")
     for size in options.draft_vocab_sizes:
         ids = summary.draft_vocabulary(size, tokenizer.stop_token_ids)
         console.print(f"a draft vocabulary of {size} covers {summary.coverage(ids):.2%}")

@@ -12,6 +12,7 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
+from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.translated import TranslatedModel, translate
 from specjax.drafters.tree import StaticTree, TopKTree
@@ -36,6 +37,7 @@ __all__ = [
     "Monitor",
     "NGram",
     "NoDrafter",
+    "PEagle",
     "Piece",
     "Proposal",
     "Sampling",

@@ -229,11 +229,11 @@ def generate_to_file(
       how many completions were added.
     """
     path = Path(path)
-    known = read_completions(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
         lines = path.read_bytes()
         path.write_bytes(lines[: lines.rfind(b"\n") + 1])
+    known = read_completions(path)
     added = 0
     with path.open("a") as file:
         for completion in generate_stream(target, prompts, skip=sorted(known), **options):

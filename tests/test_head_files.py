@@ -25,6 +25,7 @@ HEADS = {
     "biased": {"qkv_bias": True},
     "narrow": {"width": 16},
     "taps": {"taps": (1, 2)},
+    "p-eagle": {"mask_token_id": 60, "width": 32},
 }
 
 
@@ -77,6 +78,24 @@ def test_universal_layout(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
     assert config["torch_dtype"] == "bfloat16"
+
+
+def test_a_full_disk_leaves_the_head_that_was_there(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    import specjax.checkpoints.head_export
+
+    head = tiny_head(TARGET)
+    specjax.save_head(head, tmp_path)
+
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(specjax.checkpoints.head_export, "save_file", full)
+    with pytest.raises(OSError, match="could not be written: No space"):
+        specjax.save_head(tiny_head(TARGET, seed=9), tmp_path)
+    same(specjax.load_head(tmp_path, TARGET), head)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_concatenated_halves(tmp_path):
@@ -177,10 +196,17 @@ BROKEN = {
     "absolute ids": (lambda t, c: (t | {"d2t": t["d2t"] + np.arange(40) + 30}, c), "must hold offsets"),
     "maps differ": (lambda t, c: (t | {"t2d": ~t["t2d"]}, c), "t2d and d2t name different tokens"),
     "ids differ": (put(eagle_aux_hidden_state_layer_ids=[1, 2, 2]), "contradict"),
+    "layers left or entered": (
+        lambda t, c: (t, {k: v for k, v in c.items() if "layer_ids" not in k} | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}),
+        "taps=.*\\(3, 19, 34\\) if it names the layers left",
+    ),
+    "another count of layers": (put(layer_types=["full_attention"] * 4, sliding_window=9), "the head's 1 layers"),
     "count of taps": (put(num_aux_hidden_states=4), "num_aux_hidden_states is 4"),
     "last state alone": (put(eagle_config={"use_aux_hidden_state": False}), "not supported"),
+    "two mask tokens": (put(mask_token_id=3, ptd_token_id=4), "mask tokens contradict"),
+    "no mask_hidden": (put(mask_token_id=3), "missing tensor mask_hidden, expected shape \\(1, 1, 96\\)"),
     "another kind": (put(model_type="deepseek_v3"), "llama or qwen3, got 'deepseek_v3'"),
-    "another speculator": (put(speculators_model_type="dflash"), "must be eagle3"),
+    "another speculator": (put(speculators_model_type="dflash"), "must be eagle3 or peagle"),
     "vocabulary": (put(draft_vocab_size=99), "draft_vocab_size must be in 1..61, got 99"),
     "quantised": (put(quantization_config={"quant_method": "fp8"}), "quantised"),
 }  # fmt: skip

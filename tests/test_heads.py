@@ -1,5 +1,6 @@
 """EAGLE-3 heads: parity with what SafeAILab's and speculators' own code computes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,6 +108,72 @@ def test_speculators_rows_and_chain(name):
     assert proposed(drafter, target, state).tokens[0].tolist() == right["chain_target_ids"].tolist()
 
 
+def test_speculators_p_eagle_pass():
+    """All slots of one pass, masked ones included, and the drafts that come out of it."""
+    target, head, right = golden("peagle-speculators-tiny")
+    assert head.config.own_embedding and head.config.mask_token_id == 511
+    assert head.config.taps == (2, 4, 5)
+    taps = jnp.asarray(right["inf_features"]).reshape(1, 12, 3, 64)
+    hidden = jnp.concatenate([head.fuse(taps), jnp.tile(head.fused_mask(), (1, 3, 1))], axis=1)
+    follows = jnp.asarray(right["inf_token_ids"])[None]
+    rows, _ = head(head.embed(target, follows), hidden, jnp.arange(15)[None], head.init_cache(1, 1))
+    np.testing.assert_allclose(rows[0], right["inf_hidden_pre_norm"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(head.logits(rows)[0], right["inf_logits"], atol=1e-3)
+    drafter = specjax.PEagle(head, num_draft=4)
+    state = observed(
+        drafter, target, right["inf_prompt_ids"], right["inf_features"], right["inf_bonus_id"][0]
+    )
+    found = proposed(drafter, target, state).tokens[0].tolist()
+    assert found == right["inf_draft_target_ids"].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_p_eagle_of_one_slot_is_eagle3(temperature):
+    target = tiny_target()
+    head = tiny_head(target, mask_token_id=5)
+    options = {"max_new_tokens": 30, "key": 3, "sampling": Sampling(temperature=temperature)}
+    prompts = [[3, 1, 4, 1, 5], [9] * 40]
+    a, b = (
+        specjax.generate(target, prompts, drafter=drafter, **options)
+        for drafter in (specjax.PEagle(head, num_draft=1), specjax.Eagle3(head, num_draft=1))
+    )
+    for x, y in zip(a.tokens, b.tokens, strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(a.statistics.accepted, b.statistics.accepted)
+
+
+def test_p_eagle_drafts_in_one_pass(monkeypatch):
+    """Passes of the head that a round's program contains, outside of branches that are not taken: one."""
+    from specjax.decoding import decode_round, prefill
+    from specjax.generate import prepare
+    from specjax.models.heads import EagleHead
+
+    target, calls, run = tiny_target(), [], EagleHead.run
+
+    def counted(self, embedded, *rest):
+        calls.append(embedded.shape[1])
+        return run(self, embedded, *rest)
+
+    monkeypatch.setattr(EagleHead, "run", counted)
+    settings = {"max_new_tokens": 9, "sampling": Sampling(), "key": 0, "stop_token_ids": ()}
+    drafter = specjax.PEagle(tiny_head(target, mask_token_id=5), num_draft=4)
+    drafter, state, chunk = prepare(target, [[1, 2, 3]], drafter=drafter, **settings)
+    state = prefill(target, drafter, state, chunk)
+    calls.clear()
+    with jax.disable_jit():
+        decode_round(target, drafter, state)
+    assert calls == [5 + 3]
+
+
+def test_p_eagle_needs_a_mask_token():
+    target = tiny_target()
+    drafter = specjax.PEagle(tiny_head(target))
+    with pytest.raises(ValueError, match="must be a P-EAGLE head"):
+        specjax.generate(target, [[1, 2]], drafter=drafter, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"mask_token_id must be in 0\.\.60, got 61"):
+        tiny_head(target, mask_token_id=61)
+
+
 def test_golden_head_decodes_losslessly():
     target, head, right = golden("eagle3-safeailab-tiny")
     prompt = right["prompt_ids"].tolist()
@@ -134,6 +201,11 @@ def test_arguments():
         tiny_head(tiny_target(), norm_before_fc=True, fc_norm=True)
     with pytest.raises(ValueError, match="num_draft must be"):
         specjax.Eagle3(tiny_head(tiny_target()), num_draft=0)
+    with pytest.raises(ValueError, match="min_confidence ends chains"):
+        specjax.Eagle3(tiny_head(tiny_target()), min_confidence=0.5, tree=TREE)
+    with pytest.raises(ValueError, match="vocabulary has tokens, 40; got 50"):
+        drafter = specjax.Eagle3(tiny_head(tiny_target()), tree=specjax.TopKTree(1, 50, 3))
+        specjax.generate(tiny_target(), [[1, 2]], drafter=drafter, max_new_tokens=2)
     assert default_taps(32) == (2, 16, 29)
     with pytest.raises(ValueError, match="coincide"):
         default_taps(5)

@@ -18,6 +18,7 @@ from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram_map import NGramMap
 from specjax.drafters.ngram_mod import NGramMod
+from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
@@ -271,6 +272,13 @@ def drafters(target: Transformer) -> dict[str, Any]:
             ),
             num_draft=4,
         ),
+        "p-eagle": PEagle(tiny_head(target, mask_token_id=60), num_draft=4),
+        "p-eagle-deep": PEagle(
+            tiny_head(
+                target, layers=(LayerConfig(), LayerConfig(window=9)), mask_token_id=2, fc_norm=True
+            ),
+            num_draft=3,
+        ),
         "eagle3-tree": Eagle3(tiny_head(target), tree=StaticTree((2, 2))),
         "eagle3-top-k": Eagle3(tiny_head(target), tree=TopKTree(depth=3, top_k=3, num_nodes=9)),
         "early-exit": EarlyExit(1, num_draft=3),
@@ -282,6 +290,7 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
         "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
         "hybrid-eagle3": Hybrid((ngram, Eagle3(tiny_head(target), num_draft=2))),
+        "hybrid-p-eagle": Hybrid((ngram, PEagle(tiny_head(target, mask_token_id=1), num_draft=3))),
         "hybrid-tree": Hybrid((ngram, Suffix(num_draft=3)), choose="tree"),
         "adaptive": Adaptive(ngram, probe=3),
         "adaptive-model": Adaptive(DraftModel(near, num_draft=3), draft_cost=0.5, probe=3),

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from training.files import write_json
+
 training: Any = ocp.training  # its annotations do not fit one another
 policies = training.preservation_policies
 
@@ -36,7 +38,7 @@ class RunCheckpoints:
                 )
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps(identity, indent=2, sort_keys=True) + "\n")
+            write_json(record, identity)
         self._checkpointer = training.Checkpointer(
             (folder / "checkpoints").absolute(),
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),

@@ -91,11 +91,20 @@ class TrainConfig:
     model_parallel: int = 1
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = {bool: bool, int: int, float: (int, float)}.get(field.type)  # type: ignore[call-overload]
+            if kind and (not isinstance(value, kind) or (kind is not bool and value is True)):
+                raise ValueError(f"{field.name} must be {field.type.__name__}, got {value!r}")
         whole = ("steps", "batch_size", "accumulate", "num_layers", "log_every", "save_every")
         whole += ("evaluate_every", "data_parallel", "model_parallel", "decode_tokens")
         for name in whole:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_updates is not None and self.max_updates < 1:
+            raise ValueError(f"max_updates must be at least 1, got {self.max_updates}")
+        if self.taps is not None and not self.taps:
+            raise ValueError("taps must name at least one layer, got none")
         for name in ("learning_rate", "muon_learning_rate", "clip", "epochs", "step_decay"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be positive, got {value}")

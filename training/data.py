@@ -15,6 +15,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from specjax.checkpoints.tokenizer import Tokenizer
+from training.files import write_json
 
 SPLITS = ("train", "valid")
 
@@ -39,25 +40,24 @@ def chat_example(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Ex
     the beginning of the longer ones', or the mask would be a guess.
 
     Raises:
-      ValueError: no assistant turn, or a template whose turns cannot be told apart in this way.
+      ValueError: no assistant turn whose tokens can be told in this way. (Some templates render earlier turns
+        differently once later ones follow; such turns are not learnt.)
     """
     tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
     wanted = np.zeros(len(tokens), bool)
-    for i, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
+    answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
+    for i in answers:
         before = tokenizer.encode_chat(messages[:i], add_generation_prompt=True)
         until = tokenizer.encode_chat(messages[: i + 1], add_generation_prompt=False)
         start, stop = len(before), len(until)
         if tokens[:start] != before or tokens[:stop] != until:
-            raise ValueError(
-                f"the chat template renders turn {i} differently once later turns follow, so its tokens cannot be told"
-            )
+            continue
         turn = tokens[start:stop]
         ends = [j for j, token in enumerate(turn) if token in tokenizer.stop_token_ids]
         wanted[start : start + ends[-1] + 1 if ends else stop] = True
     if not wanted.any():
-        raise ValueError("no assistant turn with a token in it")
+        what = "whose tokens the chat template lets one tell" if answers else "after another's"
+        raise ValueError(f"no assistant turn {what}")
     return Example(np.asarray(tokens, np.int32), wanted)
 
 
@@ -69,10 +69,16 @@ def text_example(tokenizer: Tokenizer, text: str) -> Example:
     return Example(tokens, np.arange(tokens.size) > 0)
 
 
-def answer_example(prompt: Sequence[int], response: Sequence[int]) -> Example:
+def answer_example(
+    prompt: Sequence[int], response: Sequence[int], vocab_size: int | None = None
+) -> Example:
     """Token ids of a prompt and of what the target answered."""
-    if not prompt or not response:
-        raise ValueError("prompt and response must not be empty")
+    for name, ids in (("prompt", prompt), ("response", response)):
+        if not isinstance(ids, list | tuple) or not ids:
+            raise ValueError(f"{name} must be a list of token ids, got {str(ids)[:40]!r}")
+        bad = [i for i in ids if type(i) is not int or i < 0 or i >= (vocab_size or i + 1)]
+        if bad:
+            raise ValueError(f"{name} must hold token ids in 0..{vocab_size}, got {bad[0]!r}")
     tokens = np.asarray([*prompt, *response], np.int32)
     return Example(tokens, np.arange(tokens.size) >= len(prompt))
 
@@ -102,9 +108,9 @@ def _example(row: Any, tokenizer: Tokenizer) -> Example:
     if "text" in row:
         return text_example(tokenizer, row["text"])
     if "prompt" in row and "response" in row:
-        return answer_example(row["prompt"], row["response"])
-    if "prompt" in row and "tokens" in row:
-        return answer_example(row["prompt"], row["tokens"])
+        return answer_example(row["prompt"], row["response"], tokenizer.vocab_size)
+    if "prompt" in row and "tokens" in row:  # what scripts/batch.py writes
+        return answer_example(row["prompt"], row["tokens"], tokenizer.vocab_size)
     raise ValueError(
         f"expected messages, text, or prompt and response; got the fields {', '.join(row) or 'none'}"
     )
@@ -118,6 +124,7 @@ class Summary:
       length: T.
       documents, sequences, tokens, wanted: counts by split.
       too_long: documents longer than T, left out.
+      masked: documents without a wanted token, left out.
       vocabulary: how often each token was wanted in the training split, by id.
       source: where the tokenizer came from.
     """
@@ -129,6 +136,7 @@ class Summary:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     wanted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     too_long: int = 0
+    masked: int = 0
     vocabulary: dict[int, int] = field(default_factory=dict)
 
     def draft_vocabulary(self, size: int, always: Iterable[int] = ()) -> np.ndarray:
@@ -176,7 +184,7 @@ def prepare(
       seed: of that choice.
 
     Raises:
-      ValueError: no document with a wanted token that fits.
+      ValueError: no document with a wanted token fits.
     """
     if length < 4:
         raise ValueError(f"length must be at least 4, got {length}")
@@ -193,10 +201,16 @@ def prepare(
     packers = {split: Packer(length) for split in SPLITS}
     try:
         for example in examples:
-            split = "valid" if chance.random() < valid_share else "train"
+            drawn = chance.random() < valid_share
             if example.tokens.size > length:
                 summary.too_long += 1
                 continue
+            if not example.wanted.any():
+                summary.masked += 1
+                continue
+            # the first one in any case: without validation nobody would see what training does
+            drawn |= valid_share > 0 and not summary.documents["valid"]
+            split = "valid" if drawn else "train"
             summary.documents[split] += 1
             summary.tokens[split] += int(example.tokens.size)
             summary.wanted[split] += int(example.wanted.sum())
@@ -209,17 +223,24 @@ def prepare(
             for packed in packers[split].rest():
                 writers[split].write(packed.tobytes())
                 summary.sequences[split] += 1
-    finally:
-        for writer in writers.values():
-            writer.close()
+    except BaseException:
+        for split, path in partial.items():
+            writers[split].close()
+            path.unlink(missing_ok=True)
+        raise
+    for writer in writers.values():
+        writer.close()
     summary.vocabulary = dict(sorted(counts.items()))
     if not summary.sequences["train"]:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
         raise ValueError(
-            f"no document fits into {length} tokens: {summary.too_long} are longer, and there are no others"
+            f"nothing to train on: {summary.too_long} documents are longer than {length} tokens, {summary.masked} have no "
+            f"wanted token, {summary.documents['valid']} are kept for validation"
         )
     for split, path in partial.items():
         path.replace(folder / f"{split}.array_record")
-    (folder / "dataset.json").write_text(json.dumps(asdict(summary)) + "\n")
+    write_json(folder / "dataset.json", asdict(summary))
     return summary
 
 

@@ -43,7 +43,7 @@ def supervised(batch: Batch, steps: int) -> Array:
     every answer and trains on what follows its end.)
     """
     first = shift_left(batch.document, 1)
-    alive = shift_left(batch.wanted, 1) & (first > 0)
+    alive = shift_left(batch.wanted, 1) & (first > 0) & (first == batch.document)
     rows = []
     for k in range(steps):
         there = shift_left(batch.document, 2 + k) == first

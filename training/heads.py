@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.checkpoints.heads import load_head
-from specjax.models.config import LayerConfig
+from specjax.models.config import LayerConfig, Rope
 from specjax.models.heads import EagleHead, HeadConfig, check_head, default_taps
 from specjax.models.transformer import Transformer
 from training.config import TrainConfig
@@ -28,7 +28,8 @@ def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -
             c,
             family="llama",
             layers=(LayerConfig(),) * config.num_layers,
-            ropes=c.ropes[:1],
+            # GGUF's table of factors has no counterpart in a head's config.json
+            ropes=(Rope(theta=c.ropes[0].theta) if c.ropes[0].kind == "factors" else c.ropes[0],),
             mlp_size=config.mlp_size or c.mlp_size,
             tied=False,
             qkv_bias=False,
@@ -55,7 +56,7 @@ def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -
     check_head(shape, target)
     head = EagleHead(shape, rngs=nnx.Rngs(config.seed))
     rows = target.head[...] if ids is None else target.head[...][:, ids]
-    head.readout.head = nnx.Param(rows.astype(jnp.float32))
+    head.readout.head = nnx.Param(jnp.array(rows, jnp.float32, copy=True))  # it is donated
     if ids is not None:
         head.ids = nnx.Variable(jnp.asarray(ids))
     return head

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from training.files import write_whole
+
 
 class RunLog:
     """Writes figures as they come.
 
-    `log.jsonl` gets one object a line, with `kind` "train", "valid" or "decode"; a resumed run goes on in the same files,
+    `log.jsonl` gets one object a line, with `kind` "train" or "valid"; a resumed run goes on in the same files,
     and lines of updates that it repeats are dropped.
 
     Args:
@@ -27,9 +29,9 @@ class RunLog:
         self.folder, self.console = folder, console
         path = folder / "log.jsonl"
         kept = [row for row in read_log(folder) if row["update"] <= first]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -1,5 +1,6 @@
 """A training run from its settings to a head on disk."""
 
+import hashlib
 import json
 import math
 import signal
@@ -23,9 +24,9 @@ from specjax.models.heads import EagleHead
 from specjax.models.transformer import Transformer
 from training.checkpoints import RunCheckpoints
 from training.config import TrainConfig
-from training.data import batches, open_sequences, read_summary
+from training.data import Summary, batches, read_summary
 from training.heads import is_trained, make_head
-from training.logs import RunLog, plot_run
+from training.logs import RunLog, plot_run, read_log
 from training.parameters import split
 from training.sharding import make_mesh, place_head, place_target
 from training.source import Source
@@ -86,25 +87,22 @@ def train(
     if stop_token_ids is None:
         stop_token_ids = specjax.load_tokenizer(config.target).stop_token_ids
     summary = read_summary(config.data)
-    if summary.vocabulary and max(summary.vocabulary) >= target.vocab_size:
-        raise ValueError(f"data {config.data} has token ids outside the target's vocabulary")
+    check_data(config, target, summary, console)
     head = make_head(config, target, summary, stop_token_ids)
     ids = head.target_ids
     if ids is not None:
         share = summary.coverage(np.asarray(ids))
         console.print(f"draft vocabulary of {len(ids)} tokens covers {share:.2%} of what is wanted")
-    sequences = open_sequences(config.data, "train", summary.length)
-    per_epoch = len(sequences) // config.batch_size
-    updates = max(1, round(config.epochs * per_epoch))
+    data = batches(config.data, summary.length, config.batch_size, config.seed)
+    updates = max(1, round(config.epochs * (summary.sequences["train"] // config.batch_size)))
     updates = min(updates, config.max_updates or updates)
+    checkpoints = RunCheckpoints(config.output, identity(config, updates, stop_token_ids))
     mesh = None
     if config.data_parallel * config.model_parallel > 1:
         mesh = make_mesh(config.data_parallel, config.model_parallel)
         target = place_target(target, mesh)
-    source = Source(config, target, summary, head.config.taps, console, mesh)
-    trained = partial(is_trained, config.train_readout)
     dtype = config.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    params, frozen, structure = split(head, trained)
+    params, frozen, structure = split(head, partial(is_trained, config.train_readout))
     step = Step(
         structure=structure,
         optimizer=make_optimizer(config, updates),
@@ -115,126 +113,140 @@ def train(
         dtype=jnp.dtype(dtype),
         mesh=mesh,
     )
-    state = TrainState(params=params, optimizer=step.optimizer.init(params), update=jnp.int32(0))
+    state = step.start(params)
     if mesh is not None:
         state, frozen = place_head((state, frozen), mesh)
-    kept = {k: v for k, v in asdict(config).items() if k not in FREE}
-    identity = json.loads(json.dumps({**kept, "updates": updates}, default=str))
-    checkpoints = RunCheckpoints(config.output, identity)
-    data = batches(config.data, summary.length, config.batch_size, config.seed)
     try:
+        source = Source(config, target, summary, head.config.taps, console, mesh)
         first = checkpoints.latest or 0
         if first:
             state = checkpoints.load(state, data)
             console.print(f"going on after update {first}")
         log = RunLog(config.output, updates, first, console)
+        run = Run(config, step, frozen, target, source, data, checkpoints, log)
+        stopped = None
         try:
             with until_terminated() as terminated:
-                state = _updates(
-                    config,
-                    step,
-                    state,
-                    frozen,
-                    target,
-                    source,
-                    data,
-                    checkpoints,
-                    log,
-                    updates,
-                    terminated,
-                )
+                state = run.go(state, updates, terminated)
+        except TrainingStopped as error:
+            stopped = error
         finally:
             log.close()
         checkpoints.wait()
+        plot_run(config.output)
         best = checkpoints.best
-        assert best is not None
-        params = checkpoints.load(state, update=best[0]).params
+        if best is None:
+            raise stopped or RuntimeError("no update was evaluated")
+        head = structure.join(checkpoints.load(state, update=best[0]).params, frozen)
+        save_head(head, config.output / "head")
+        if stopped is not None:
+            raise stopped
     finally:
         checkpoints.close()
-    head = structure.join(params, frozen)
-    save_head(head, config.output / "head")
-    plot_run(config.output)
     return Result(head, config.output / "head", int(state.update), best[1])
 
 
-def _updates(
-    config: TrainConfig,
-    step: Step,
-    state: TrainState,
-    frozen: Any,
-    target: Transformer,
-    source: "Source",
-    data: Iterator,
-    checkpoints: RunCheckpoints,
-    log: RunLog,
-    updates: int,
-    terminated: threading.Event,
-) -> TrainState:
-    best_loss, waited, began, seen = math.inf, 0, time.perf_counter(), 0
-    update = int(state.update)
-    while update < updates:
-        rows = next(data)
-        batch, features = source.parts(rows, config.accumulate)
-        state, report = step.update(state, frozen, target, batch, features)
-        update, seen = update + 1, seen + rows["tokens"].size
-        last = update == updates
-        if update % config.log_every == 0 or last:
-            loss = float(report.loss)
-            spent = time.perf_counter() - began
-            log.add(
-                "train",
-                update,
-                {
-                    "loss": loss,
-                    **report.tally.figures(),
-                    "norm": float(report.norm),
-                    "tokens_per_second": seen / spent,
-                },
-            )
-            if not math.isfinite(loss):
-                checkpoints.wait()
+def check_data(
+    config: TrainConfig, target: Transformer, summary: Summary, console: Console
+) -> None:
+    """Raises ValueError if a run cannot be made of the data."""
+    if summary.vocabulary and max(summary.vocabulary) >= target.vocab_size:
+        raise ValueError(f"data {config.data} has token ids outside the target's vocabulary")
+    if not summary.sequences["valid"]:
+        raise ValueError(
+            f"data {config.data} has no validation sequences; prepare it with a valid_share above 0"
+        )
+    if summary.length > target.context_length:
+        raise ValueError(
+            f"data {config.data} has sequences of {summary.length} tokens, the target's context is {target.context_length}"
+        )
+    if summary.source != config.target:
+        console.print(f"the data was prepared for {summary.source}, the target is {config.target}")
+
+
+def identity(config: TrainConfig, updates: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What makes a run the same run: its settings, and the content of its data."""
+    kept = {k: v for k, v in asdict(config).items() if k not in FREE}
+    dataset = hashlib.sha256((config.data / "dataset.json").read_bytes()).hexdigest()
+    kept |= {"updates": updates, "dataset": dataset, "stop_token_ids": list(stop_token_ids)}
+    return json.loads(json.dumps(kept, default=str))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the updates of a run need beside the state."""
+
+    config: TrainConfig
+    step: Step
+    frozen: Any
+    target: Transformer
+    source: Source
+    data: Iterator
+    checkpoints: RunCheckpoints
+    log: RunLog
+
+    def go(self, state: TrainState, updates: int, terminated: threading.Event) -> TrainState:
+        """Updates until the last, logged, evaluated and saved.
+
+        Raises:
+          TrainingStopped: see `train`.
+        """
+        config, update = self.config, int(state.update)
+        losses = [r["loss"] for r in read_log(config.output) if r["kind"] == "valid"]
+        began, seen = time.perf_counter(), 0
+        while update < updates:
+            rows = next(self.data)
+            batch, features = self.source.parts(rows, config.accumulate)
+            state, report = self.step.update(state, self.frozen, self.target, batch, features)
+            update, seen = update + 1, seen + rows["tokens"].size
+            last = update == updates
+            evaluating = last or update % config.evaluate_every == 0
+            ending = terminated.is_set()
+            saving = evaluating or ending or update % config.save_every == 0
+            if last or update % config.log_every == 0:
+                speed = seen / (time.perf_counter() - began)
+                self.log.add("train", update, {**report.figures(), "tokens_per_second": speed})
+            if (saving or update % config.log_every == 0) and int(state.skipped):
                 raise TrainingStopped(
-                    f"the loss is {loss} at update {update}; the checkpoint of update {checkpoints.latest or 0} is kept. "
-                    "A smaller learning_rate or clip may help"
+                    f"the loss or its gradients are no numbers at update {update} or shortly before; the checkpoint of "
+                    f"update {self.checkpoints.latest or 0} is kept. A new run with a smaller learning_rate or clip may "
+                    "help; start_from takes up the head of this one"
                 )
-            began, seen = time.perf_counter(), 0
-        length = None
-        if update % config.evaluate_every == 0 or last:
-            figures = evaluate(step, state, frozen, target, source)
-            length = figures["simulated_length"]
-            log.add("valid", update, figures)
-            waited = 0 if figures["loss"] < best_loss - 1e-4 else waited + 1
-            best_loss = min(best_loss, figures["loss"])
-            began, seen = time.perf_counter(), 0
-        ending = terminated.is_set()
-        if update % config.save_every == 0 or length is not None or last or ending:
-            checkpoints.save(update, state, data, length)
-        if ending and not last:
-            checkpoints.wait()
-            raise TrainingStopped(
-                f"terminated; update {update} is saved, and the same command goes on from there"
-            )
-        if waited >= STALLED and not last:
-            checkpoints.wait()
-            raise TrainingStopped(
-                f"the validation loss has not improved for {waited} evaluations; the best checkpoint is that of "
-                f"update {checkpoints.best}"
-            )
-    return state
+            length = None
+            if evaluating:
+                figures = self.evaluate(state)
+                length = figures["simulated_length"]
+                self.log.add("valid", update, figures)
+                losses.append(figures["loss"])
+            if saving:
+                self.checkpoints.save(update, state, self.data, length)
+            if ending and not last:
+                self.checkpoints.wait()
+                raise TrainingStopped(
+                    f"terminated; update {update} is saved, and the same command goes on from there"
+                )
+            if not last and min(losses[:-STALLED], default=math.inf) <= min(
+                losses[-STALLED:], default=0
+            ):
+                self.checkpoints.wait()
+                best = self.checkpoints.best
+                raise TrainingStopped(
+                    f"the validation loss has not improved for {STALLED} evaluations; the best head is that of update "
+                    f"{best[0] if best else update}"
+                )
+            if evaluating:
+                began, seen = time.perf_counter(), 0
+        return state
 
-
-def evaluate(
-    step: Step, state: TrainState, frozen: Any, target: Transformer, source: "Source"
-) -> dict[str, Any]:
-    """Loss and acceptance over the validation sequences."""
-    total, weight, tally = 0.0, 0.0, None
-    for batch, features in source.validation():
-        report = step.evaluate(state.params, frozen, target, batch, features)
-        count = float(report.tally.counted[0])
-        total, weight = total + float(report.loss) * count, weight + count
-        tally = report.tally if tally is None else jax.tree.map(jnp.add, tally, report.tally)
-    assert isinstance(tally, Tally)
-    return {"loss": total / max(weight, 1.0), **tally.figures()}
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Loss and acceptance over the validation sequences."""
+        total, tally = 0.0, None
+        for batch, features in self.source.validation():
+            report = self.step.evaluate(state.params, self.frozen, self.target, batch, features)
+            total += float(report.loss) * float(report.tally.counted[0])
+            tally = report.tally if tally is None else jax.tree.map(jnp.add, tally, report.tally)
+        assert isinstance(tally, Tally)
+        return {"loss": total / max(float(tally.counted[0]), 1.0), **tally.figures()}
 
 
 @contextmanager

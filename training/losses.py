@@ -228,10 +228,12 @@ def _sweep_forward(function, params, constants, rows, others):
         (value, auxiliary), (of_params, of_rows) = gradient(params, constants, *chunk)
         return (total + value, jax.tree.map(jnp.add, summed, of_params)), (auxiliary, of_rows)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    # summed in float32 whatever the parameters are computed in
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     (total, of_params), (auxiliary, of_rows) = jax.lax.scan(
         one, (jnp.float32(0), zeros), (rows, others)
     )
+    of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), of_params, params)
     return (total, auxiliary), (of_params, of_rows)
 
 

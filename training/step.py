@@ -29,11 +29,13 @@ class TrainState:
       params: float32 masters of what is trained, by name.
       optimizer: Optax's state.
       update: int32[], updates done.
+      skipped: int32[], of them those whose gradients were no numbers, which changed nothing.
     """
 
     params: Parameters
     optimizer: Any
     update: Array
+    skipped: Array
 
 
 @struct.dataclass
@@ -100,6 +102,10 @@ class Report:
     loss: Array
     norm: Array
     tally: Tally
+
+    def figures(self) -> dict[str, Any]:
+        """For the log."""
+        return {"loss": float(self.loss), **self.tally.figures(), "norm": float(self.norm)}
 
 
 def make_optimizer(config: TrainConfig, updates: int) -> optax.GradientTransformation:
@@ -170,6 +176,16 @@ class Step:
     taps: tuple[int, ...]
     dtype: Any
     mesh: Any = None
+
+    def start(self, params: Parameters) -> TrainState:
+        """The state before the first update. The parameters are copied: updates overwrite them in place."""
+        params = {name: jnp.array(x, copy=True) for name, x in params.items()}
+        return TrainState(
+            params=params,
+            optimizer=self.optimizer.init(params),
+            update=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+        )
 
     def _loss(
         self,
@@ -246,10 +262,18 @@ class Step:
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         report = Report(loss=loss, norm=optax.tree.norm(gradients), tally=tally)
         params: Any = optax.apply_updates(state.params, updates)
+        # what is no number never enters the state, and so no checkpoint
+        sound = jnp.isfinite(loss) & jnp.isfinite(report.norm)
+        params, optimizer = jax.tree.map(
+            lambda new, old: jnp.where(sound, new, old),
+            (params, optimizer),
+            (state.params, state.optimizer),
+        )
         state = TrainState(
             params=params,
             optimizer=optimizer,
             update=state.update + 1,
+            skipped=state.skipped + ~sound,
         )
         if self.mesh is not None:  # every update finds the arrays where the one before did
             state = jax.tree.map(

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specjax.checkpoints.heads import head_parts
@@ -25,6 +26,7 @@ def save_head(
     layout: Layout = "sglang",
     *,
     target: Any = None,
+    verifier: str | None = None,
     dtype: Any = None,
     num_draft: int = 3,
 ) -> None:
@@ -33,10 +35,11 @@ def save_head(
     Args:
       head: to be written.
       path: folder, made if need be; a head that lies there is replaced.
-      layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load; `speculators`
-        is read by speculators and vLLM.
-      target: the model it drafts for. Its source and embedding go into speculators' layout, which `vllm serve` can then
-        start from alone.
+      layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load, heads of one
+        layer at least; norm_before_residual, q/k norms and biases only vLLM reads of it. `speculators` is read by
+        speculators and vLLM.
+      target: the model it drafts for; its embedding goes into speculators' layout.
+      verifier: hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
       dtype: of all that is written; None keeps the head's own (norms are float32), so that reading it again gives the
         same head.
       num_draft: the number of drafted tokens that speculators' layout proposes to servers.
@@ -49,7 +52,7 @@ def save_head(
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
     dtype = jnp.dtype(head.dtype if dtype is None else dtype)
     if layout == "speculators":
-        config = _speculators_config(head.config, target, num_draft)
+        config = _speculators_config(head.config, target, verifier, num_draft)
         if isinstance(target, Transformer) and head.embedding is None:
             every = jnp.arange(target.vocab_size)[None]
             tensors["embed_tokens.weight"] = np.asarray(target.lookup(every)[0].astype(dtype))
@@ -60,15 +63,18 @@ def save_head(
     config["torch_dtype"] = config["dtype"] = name
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    # the config last: a folder that was cut short is none
-    (folder / "config.json").unlink(missing_ok=True)
-    partial = folder / "model.safetensors.partial"
+    # both are complete before a head that lies here is replaced
+    files = {name: folder / f"{name}.partial" for name in ("model.safetensors", "config.json")}
     try:
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.replace(folder / "model.safetensors")
+        save_file(tensors, files["model.safetensors"], metadata={"format": "pt"})
+        files["config.json"].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name, partial in files.items():
+            partial.replace(folder / name)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: the head could not be written: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for partial in files.values():
+            partial.unlink(missing_ok=True)
 
 
 def _tensors(head: EagleHead, dtype: np.dtype | None) -> dict[str, np.ndarray]:
@@ -163,7 +169,15 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
 
 def _switches(config: HeadConfig) -> dict[str, Any]:
     same = config.target_hidden_size == config.decoder.hidden_size
+    masks = {}
+    if config.mask_token_id is not None:  # by the names that engines and trainers look for
+        masks = {
+            "mask_token_id": config.mask_token_id,
+            "ptd_token_id": config.mask_token_id,
+            "parallel_drafting": True,
+        }
     return {
+        **masks,
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
@@ -186,12 +200,15 @@ def _flat_config(config: HeadConfig) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.taps],
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
+            "return_hidden_post_norm": config.norm_output,
         },
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _speculators_config(config: HeadConfig, target: Any, num_draft: int) -> dict[str, Any]:
+def _speculators_config(
+    config: HeadConfig, target: Any, verifier: str | None, num_draft: int
+) -> dict[str, Any]:
     family = getattr(getattr(target, "config", None), "family", None)
     names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     proposal = {
@@ -200,20 +217,21 @@ def _speculators_config(config: HeadConfig, target: Any, num_draft: int) -> dict
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
+    parallel = config.mask_token_id is not None
     return {
         **_switches(config),
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": "peagle" if parallel else "eagle3",
         "speculators_version": "0.1.0",
-        "architectures": ["Eagle3Speculator"],
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
         "transformer_layer_config": _decoder_fields(config.decoder),
         "tie_word_embeddings": False,
-        "embed_requires_grad": False,
+        "embed_requires_grad": config.own_embedding,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": "peagle" if parallel else "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {
-                "name_or_path": getattr(target, "source", None),
+                "name_or_path": verifier,
                 "architectures": [names[family]] if family in names else [],
             },
         },

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in: the layouts of SafeAILab, SpecForge and SGLang, speculators, and ModelOpt.
+"""EAGLE-3 and P-EAGLE heads in: the layouts of SafeAILab, SpecForge and SGLang, speculators, and ModelOpt.
 
 They hold the same tensors under slightly different names, and differ in what their config.json says and leaves out.
 """
@@ -68,13 +68,12 @@ def parse_head_config(
     """
     nested = raw.get("transformer_layer_config")
     kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle3") or (kind and not isinstance(nested, dict)):
+    if kind not in (None, "eagle3", "peagle") or (kind and not isinstance(nested, dict)):
         raise CheckpointError(
-            f"{where}: speculators_model_type must be eagle3, with a transformer_layer_config; got {kind!r}"
+            f"{where}: speculators_model_type must be eagle3 or peagle, with a transformer_layer_config; got {kind!r}"
         )
     fields = dict(nested) if isinstance(nested, dict) else dict(raw)
-    if kind:  # its layer config may be of the verifier's family; the head's is plain
-        fields.setdefault("model_type", "llama")
+    fields.setdefault("model_type", "llama")
     eagle = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), dict) else {}
     assert isinstance(eagle, dict)
     for name, harmless in UNSUPPORTED.items():
@@ -90,7 +89,7 @@ def parse_head_config(
         raise CheckpointError(
             f"{where}: a head's model_type must be llama or qwen3, got {fields.get('model_type')!r}"
         )
-    decoder = _windows(parse_config(fields, where), fields)
+    decoder = _windows(parse_config(fields, where), fields, where)
     if taps is None:
         taps = _taps(raw, eagle, target, where)
     count = raw.get("num_aux_hidden_states")
@@ -122,16 +121,34 @@ def parse_head_config(
             fc_norm=switch("fc_norm") or switch("use_aux_norm"),
             norm_output=switch("norm_output") or switch("return_hidden_post_norm"),
             own_embedding=int(width) != decoder.hidden_size,
+            mask_token_id=_mask_token(raw, kind, where),
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _windows(decoder: TransformerConfig, fields: dict[str, Any]) -> TransformerConfig:
+def _mask_token(raw: dict[str, Any], kind: str | None, where: str) -> int | None:
+    """P-EAGLE's mask token, under any of its names; None for EAGLE-3."""
+    names = ("mask_token_id", "pard_token", "ptd_token_id")
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"{where}: the mask tokens contradict one another: {found}")
+    if kind == "peagle" and not found:
+        raise CheckpointError(f"{where}: a P-EAGLE head without {' or '.join(names)}")
+    return None if kind == "eagle3" or not found else int(next(iter(found.values())))
+
+
+def _windows(decoder: TransformerConfig, fields: dict[str, Any], where: str) -> TransformerConfig:
     """With the sliding windows that speculators writes for heads of every kind."""
     types, window = fields.get("layer_types"), fields.get("sliding_window")
     if not types or not window:
         return decoder
+    kinds = ("full_attention", "sliding_attention")
+    if len(types) != decoder.num_layers or any(kind not in kinds for kind in types):
+        raise CheckpointError(
+            f"{where}: layer_types must name the kinds of the head's {decoder.num_layers} layers, each one of "
+            f"{', '.join(kinds)}; got {types}"
+        )
     layers = tuple(
         replace(layer, window=int(window) if kind == "sliding_attention" else None)
         for layer, kind in zip(decoder.layers, types, strict=True)
@@ -144,13 +161,20 @@ def _taps(
 ) -> tuple[int, ...]:
     """Which streams the head reads, counted as the layers that they enter.
 
-    vLLM and speculators write just that at the top level; SpecForge, ModelOpt and TensorRT-LLM write, in `eagle_config`,
-    the layers that they leave.
+    vLLM and speculators write just that at the top level (vLLM also as `eagle_config.layer_ids`); SpecForge, ModelOpt and
+    TensorRT-LLM write, in `eagle_config`, the layers that they leave, which usually begin with 1. Some heads have the
+    layers entered there too: SGLang tells them by another beginning, and here they must be confirmed.
     """
     top, inner = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, eagle))
+    top = top or eagle.get("layer_ids")
     entered = [int(i) for i in top] if top else None
     left = [int(i) + 1 for i in inner] if inner else None
-    if entered and left and entered != left:
+    if inner and not entered and int(inner[0]) != 1:
+        raise CheckpointError(
+            f"{where}: eagle_config names layers {inner}, which may be those left or those entered; say with taps=(...) "
+            f"which layers' inputs the head reads: {tuple(left or ())} if it names the layers left"
+        )
+    if entered and left and entered not in (left, [int(i) for i in inner]):
         raise CheckpointError(
             f"{where}: the layer ids contradict one another: {entered} at the top level are layers entered, and "
             f"{inner} in eagle_config are layers left, which would be {left}; say which with taps=(...)"
@@ -185,6 +209,8 @@ def head_parts(config: HeadConfig, names: set[str] | None = None) -> Parts:
     }
     if config.own_embedding:
         parts["embedding"] = [Part("embed_tokens.weight", (decoder.vocab_size, width))]
+    if config.mask_token_id is not None:
+        parts["mask_hidden"] = [Part("mask_hidden", (1, 1, wide))]
     if config.norm_before_fc:
         parts["input_norm.weight"] = norm("input_norm", wide)
     if config.fc_norm:
@@ -244,7 +270,7 @@ def load_head(
         raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors")
     model = target if isinstance(target, Transformer) else None
     if dtype is None:
-        dtype = jnp.float32 if target is None else target.dtype
+        dtype = getattr(target, "dtype", jnp.float32)
     where = folder / "config.json"
     config = parse_head_config(
         read_json(where), None if model is None else model.config, str(where), taps
@@ -273,7 +299,8 @@ def load_head(
             )
         del parts["readout.head"]
     spare = {*MAPS, *(() if config.own_embedding else ("embed_tokens.weight",))}
-    check_tensors(parts, file.shapes, str(folder), "an EAGLE-3 head", lambda name: name in spare)
+    what = "an EAGLE-3 head" if config.mask_token_id is None else "a P-EAGLE head"
+    check_tensors(parts, file.shapes, str(folder), what, lambda name: name in spare)
 
     def create() -> EagleHead:
         head = EagleHead(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))

@@ -73,6 +73,8 @@ class Eagle3:
     def __post_init__(self):
         if self.tree is not None:
             object.__setattr__(self, "num_draft", self.tree.num_nodes)
+            if self.min_confidence:
+                raise ValueError("min_confidence ends chains; it must be 0 with a tree")
         check_draft_length(self.num_draft, self.min_confidence)
 
     @property
@@ -81,6 +83,15 @@ class Eagle3:
 
     def check(self, target: Target) -> None:
         check_head(self.head.config, target)
+        if self.tree is not None:
+            most = (
+                max(self.tree.branching) if isinstance(self.tree, StaticTree) else self.tree.top_k
+            )
+            if most > self.head.config.draft_vocab_size:
+                raise ValueError(
+                    f"tree must have at most as many branches as the draft vocabulary has tokens, "
+                    f"{self.head.config.draft_vocab_size}; got {most}"
+                )
 
     def init(self, target: Target, batch: int, slots: int) -> HeadState:
         width = self.head.config.decoder.hidden_size

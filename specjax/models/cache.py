@@ -38,6 +38,11 @@ class Block:
         keys, values = jax.tree.map(widen, (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
+    def narrow(self, width: int) -> "Block":
+        """Its first `width` tokens."""
+        keys, values = jax.tree.map(lambda x: x[:, :, :width], (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
+
 
 @struct.dataclass
 class Cache:

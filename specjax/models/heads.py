@@ -1,10 +1,11 @@
-"""Networks that draft from a target's hidden states: EAGLE-3 (arXiv 2503.01840) and its variants.
+"""Networks that draft from a target's hidden states: EAGLE-3 (arXiv 2503.01840), P-EAGLE (arXiv 2602.01469) and variants.
 
 B rows, T tokens, A taps, Ht target width, H head width, V target vocabulary, Vd draft vocabulary.
 
 Row t of such a head pairs the token x[t+1] with the target's hidden states at t, sits at position t, and predicts x[t+2]:
 the states at t have settled what x[t+1] is drawn from, the token says which it became. A drafted token has no states of
-the target yet, and takes the head's own output at the row before instead.
+the target yet, and takes the head's own output at the row before instead; under P-EAGLE it takes neither token nor output
+of earlier drafts but a mask token and one learned vector, so that all drafts come out of one pass.
 """
 
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class HeadConfig:
       fc_norm: a norm for each tap before they are fused (EAGLE-3.1).
       norm_output: what a drafted token hands to the next is the final norm's output (EAGLE-3.1).
       own_embedding: it has an embedding table of its own; otherwise it uses the target's.
+      mask_token_id: P-EAGLE's mask token; None for heads that draft one token after the other.
     """
 
     decoder: TransformerConfig
@@ -52,6 +54,7 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    mask_token_id: int | None = None
 
     def __post_init__(self):
         width, target = self.decoder.hidden_size, self.target_hidden_size
@@ -61,6 +64,10 @@ class HeadConfig:
             raise ValueError(
                 f"a head of width {width} cannot use the embedding of a target of width {target}: "
                 "it needs its own"
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.decoder.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be in 0..{self.decoder.vocab_size - 1}, got {self.mask_token_id}"
             )
         if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
             raise ValueError(
@@ -144,7 +151,7 @@ class Readout(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """[..., H] -> float32[..., Vd]."""
         x = x if self.normed else self.norm(x)
-        return project(x, self.head[...]).astype(jnp.float32)
+        return project(x, self.head[...], dtype=jnp.float32)
 
 
 class EagleHead(nnx.Module):
@@ -182,6 +189,12 @@ class EagleHead(nnx.Module):
         self.embedding = (
             matrix(rngs, decoder.vocab_size, width, dtype=dtype, inputs=width)
             if config.own_embedding
+            else None
+        )
+        # stands for the taps that a masked slot does not have; before fusion, as in public files
+        self.mask_hidden = (
+            nnx.Param(jax.random.normal(rngs.params(), (1, 1, wide), dtype))
+            if config.mask_token_id is not None
             else None
         )
         self.ids = (
@@ -225,6 +238,11 @@ class EagleHead(nnx.Module):
         if self.input_norm is not None:
             x = self.input_norm(x)
         return project(x, self.fc[...])
+
+    def fused_mask(self) -> Array:
+        """What stands for the hidden state of every masked slot, [H]."""
+        assert self.mask_hidden is not None
+        return self.fuse(self.mask_hidden[...].reshape(len(self.config.taps), -1))
 
     def run(self, embedded: Array, hidden: Array, positions: Array, attend: Attend) -> Array:
         """All layers over [B, T] rows.

@@ -18,10 +18,14 @@ def matrix(rngs: nnx.Rngs, *shape: int, dtype, inputs: int | None = None) -> nnx
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
 
 
-def project(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x[..., in] times weight[in, ...], flattened to one matrix product; returns [..., *weight.shape[1:]]."""
+def project(x: Array, weight: Array, bias: Array | None = None, *, dtype=None) -> Array:
+    """x[..., in] times weight[in, ...], flattened to one matrix product; returns [..., *weight.shape[1:]].
+
+    The result is of the weight's type, or of `dtype`, to which sums are then rounded once.
+    """
     flat = weight.reshape(weight.shape[0], -1)
-    y = jnp.dot(x.astype(flat.dtype), flat).reshape(*x.shape[:-1], *weight.shape[1:])
+    y = jnp.dot(x.astype(flat.dtype), flat, preferred_element_type=dtype)
+    y = y.reshape(*x.shape[:-1], *weight.shape[1:])
     return y if bias is None else y + bias
 
 

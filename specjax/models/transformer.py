@@ -199,7 +199,7 @@ class Transformer(nnx.Module):
     def logits(self, x: Array, ids: Array | None = None) -> Array:
         """The stream that leaves the last layer, [..., D] -> float32[..., V], or [..., n] of the tokens `ids` [n] alone."""
         head = self.head[...] if ids is None else jnp.take(self.head[...], ids, axis=1)
-        logits = project(self.norm(x), head).astype(jnp.float32)
+        logits = project(self.norm(x), head, dtype=jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

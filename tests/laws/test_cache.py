@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import drafters, grouped, tiny_target
 
-from specjax import DraftModel, Eagle3, Sampling
+from specjax import DraftModel, Eagle3, PEagle, Sampling
 from specjax.decoding import decode, prefill
 from specjax.generate import prepare
 
@@ -48,7 +48,7 @@ def assert_same(cache, expected):
 
 
 SAMPLED = ("ngram-mod", "noisy-model", "model-tree", "early-exit", "skip-first", "hybrid-mixed")
-SAMPLED += ("eagle3", "eagle3-deep", "eagle3-tree")
+SAMPLED += ("eagle3", "eagle3-deep", "eagle3-tree", "p-eagle")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,10 @@ def test_cache_equals_fresh_prefill(name, temperature):
             held = state.drafter_state
             assert_same(held.cache, fresh_head(drafter.head, state.tokens, state.length - 1))
             assert np.isfinite(held.hidden).all()
+        if isinstance(drafter, PEagle):
+            held = state.drafter_state
+            assert (held.cache.length + held.count == state.length - 1).all()
+            assert_same(held.cache, fresh_head(drafter.head, state.tokens, held.cache.length))
         state = decode(TARGET, drafter, state, 1)
 
 

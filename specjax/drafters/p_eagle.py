@@ -1,0 +1,160 @@
+"""Drafts from a P-EAGLE head, all of them in one pass (arXiv 2602.01469).
+
+B rows, N drafted tokens, P rows that wait, T observed tokens, A taps, Ht target width, Vd draft vocabulary.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from specjax.drafters.base import Context, Observation, Proposal
+from specjax.drafters.chain import Vocabulary, check_draft_length, draw_token, propose_chain
+from specjax.models.heads import EagleHead, check_head
+from specjax.models.transformer import Target
+from specjax.trees import ladder
+
+
+@struct.dataclass
+class PEagleState:
+    """What the head remembers. Committed rows wait for the next proposal, whose one pass takes them along.
+
+    Attributes:
+      cache: keys and values of the rows before those that wait; masked slots are never kept.
+      tokens: int32[B, P], of the waiting rows: the tokens that follow them.
+      taps: [B, P, A, Ht], the target's states at them.
+      count: int32[B], how many wait.
+    """
+
+    cache: Any
+    tokens: Array
+    taps: Array
+    count: Array
+
+
+@struct.dataclass
+class PEagle:
+    """A head drafts `num_draft` tokens in one pass: the first slot is EAGLE-3's, the others carry a mask token and one
+    learned vector in place of token and hidden state. Each token is drawn from its own slot's q, whatever the others
+    became.
+
+    Attributes:
+      head: an `EagleHead` with a `mask_token_id`.
+      num_draft: N, tokens proposed at most.
+      min_confidence: a proposal ends before the first slot whose likeliest token has less than this probability.
+    """
+
+    head: EagleHead
+    num_draft: int = struct.field(pytree_node=False, default=7)
+    min_confidence: float = struct.field(pytree_node=False, default=0.0)
+
+    def __post_init__(self):
+        check_draft_length(self.num_draft, self.min_confidence)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.head.config.taps
+
+    def check(self, target: Target) -> None:
+        check_head(self.head.config, target)
+        if self.head.config.mask_token_id is None:
+            raise ValueError("head must be a P-EAGLE head, with a mask token; got an EAGLE-3 head")
+
+    def init(self, target: Target, batch: int, slots: int) -> PEagleState:
+        config, waiting = self.head.config, ladder(self.num_draft)[-1]
+        shape = (batch, waiting, len(config.taps), config.target_hidden_size)
+        return PEagleState(
+            cache=self.head.init_cache(batch, slots),
+            tokens=jnp.zeros((batch, waiting), jnp.int32),
+            taps=jnp.zeros(shape, self.head.dtype),
+            count=jnp.zeros(batch, jnp.int32),
+        )
+
+    def observe(self, target: Target, state: PEagleState, observation: Observation) -> PEagleState:
+        tokens, count = observation.tokens, observation.count
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        follows = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+        follows = jnp.where(index == count[:, None] - 1, observation.next_token[:, None], follows)
+        taps = observation.taps.astype(state.taps.dtype)
+        waiting = state.tokens.shape[1]
+        if tokens.shape[1] <= waiting:
+            # a round: nothing waits but where the last proposal was left out, and then that is caught up with
+            def catch_up(state: PEagleState) -> PEagleState:
+                return self._pass(target, state, state.tokens, state.taps, state.count)
+
+            state = jax.lax.cond(jnp.any(state.count > 0), catch_up, lambda state: state, state)
+            spare = waiting - tokens.shape[1]
+            follows = jnp.pad(follows, ((0, 0), (0, spare)))
+            taps = jnp.pad(taps, ((0, 0), (0, spare), (0, 0), (0, 0)))
+            new = count > 0
+            return replace(
+                state,
+                tokens=jnp.where(new[:, None], follows, state.tokens),
+                taps=jnp.where(new[:, None, None, None], taps, state.taps),
+                count=count,
+            )
+        # a piece of a prompt, passed over together with the one row that may wait before any proposal; of each batch
+        # row the last one waits again
+        place = jnp.arange(1 + tokens.shape[1])
+        at = jnp.minimum(place + 1 - state.count[:, None], place.size - 1)
+        follows = jnp.take_along_axis(
+            jnp.concatenate([state.tokens[:, :1], follows], axis=1), at, axis=1
+        )
+        every = jnp.concatenate([state.taps[:, :1], taps], axis=1)
+        every = jnp.take_along_axis(every, at[..., None, None], axis=1)
+        known = state.count + count
+        passed = self._pass(target, state, follows, every, known)
+        last = jnp.maximum(known - 1, 0)[:, None]
+        return replace(
+            passed,
+            cache=passed.cache.rewind(passed.cache.length - (known > 0)),
+            tokens=state.tokens.at[:, 0].set(jnp.take_along_axis(follows, last, axis=1)[:, 0]),
+            taps=state.taps.at[:, 0].set(
+                jnp.take_along_axis(every, last[..., None, None], axis=1)[:, 0]
+            ),
+            count=(known > 0).astype(jnp.int32),
+        )
+
+    def _pass(
+        self, target: Target, state: PEagleState, tokens: Array, taps: Array, count: Array
+    ) -> PEagleState:
+        """Keeps the first `count` of some rows; nothing waits afterwards."""
+        head, size = self.head, tokens.shape[1]
+        positions = state.cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)
+        _, block = head(head.embed(target, tokens), head.fuse(taps), positions, state.cache)
+        return replace(
+            state, cache=state.cache.commit(block, count), count=jnp.zeros_like(state.count)
+        )
+
+    def propose(
+        self, target: Target, state: PEagleState, context: Context
+    ) -> tuple[Proposal, PEagleState]:
+        """One pass over the rows that wait and N - 1 masked slots after them."""
+        head, cache, count = self.head, state.cache, state.count[:, None]
+        assert head.config.mask_token_id is not None
+        vocabulary = Vocabulary(head.target_ids, target.vocab_size)
+        masks = ((0, 0), (0, self.num_draft - 1))
+        slot = jnp.arange(state.tokens.shape[1] + self.num_draft - 1, dtype=jnp.int32)
+        tokens = jnp.where(slot < count, jnp.pad(state.tokens, masks), head.config.mask_token_id)
+        hidden = jnp.pad(head.fuse(state.taps), (*masks, (0, 0)))
+        hidden = jnp.where((slot < count)[..., None], hidden, head.fused_mask())
+        positions = cache.length[:, None] + slot
+        rows, block = head(head.embed(target, tokens), hidden, positions, cache)
+        index = jnp.maximum(count - 1, 0) + jnp.arange(self.num_draft)
+        logits = head.logits(jnp.take_along_axis(rows, index[..., None], axis=1))
+        drafts = [
+            draw_token(logits[:, i], context, context.seen, i, vocabulary)[0]
+            for i in range(self.num_draft)
+        ]
+        draft = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *drafts)
+        draft = replace(draft, log_q=vocabulary.spread(draft.log_q))
+        # a prompt of one token has no row yet to draft from
+        length = jnp.where(state.count > 0, self.num_draft, 0).astype(jnp.int32)
+        kept = block.narrow(state.tokens.shape[1])  # the masked slots would reach past the cache
+        state = replace(
+            state, cache=cache.commit(kept, state.count), count=jnp.zeros_like(state.count)
+        )
+        return propose_chain(draft, length, self.min_confidence), state
