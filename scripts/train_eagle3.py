@@ -26,7 +26,7 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Train an EAGLE-3 head.
+    """Train a head.
 
     Attributes:
       config: the run; started again, an interrupted one goes on.
@@ -53,7 +53,8 @@ def evaluate(config: TrainConfig, result: Result) -> None:
         name: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
         for name, texts in read_workloads(config.decode_prompts, 8).items()
     }
-    drafter = specjax.Eagle3(specjax.load_head(result.folder, target), num_draft=config.steps)
+    kind = specjax.Eagle3 if config.recipe == "eagle3" else specjax.PEagle
+    drafter = kind(specjax.load_head(result.folder, target), num_draft=config.steps)
     table = Table("workload", "length, greedy", "per position", "length, T=1", title="Decoding")
     found = {
         temperature: decode_workloads(
@@ -78,10 +79,14 @@ def evaluate(config: TrainConfig, result: Result) -> None:
     (config.output / "decoding.json").write_text(json.dumps(found, indent=1))
 
 
-def main(options: Options) -> None:
+def main(options: Options, recipe: str = "eagle3") -> None:
     use_compilation_cache()
     given = {k: v for k, v in vars(options).items() if k != "config"}
     config = read_config(options.config, **given)
+    if config.recipe != recipe:
+        raise ValueError(
+            f"{options.config}: recipe must be {recipe!r} for this command, got {config.recipe!r}"
+        )
     result = train(config, console=console)
     console.print(
         f"{result.updates} updates; simulated acceptance length {result.simulated_length:.3f}; head in {result.folder}"

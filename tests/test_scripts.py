@@ -66,6 +66,7 @@ def test_generate_writes_the_agreed_json(place, tmp_path):
     assert perfect["mean_acceptance_length"] > 3
 
 
+@pytest.mark.thorough
 def test_generate_reads_prompt_files(place, tmp_path):
     model, cache = place
     rows = [
@@ -99,6 +100,7 @@ def test_generate_names_what_is_wrong(place, arguments, message):
     assert message in text and "Traceback" not in text
 
 
+@pytest.mark.thorough
 def test_benchmark_runs_on_a_tiny_model(place, tmp_path):
     model, cache = place
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
@@ -114,6 +116,7 @@ def test_benchmark_runs_on_a_tiny_model(place, tmp_path):
     assert np.isfinite([*curve["pass_ms"].values(), *curve["round_ms"].values()]).all()
 
 
+@pytest.mark.thorough
 def test_batch_answers_a_file_and_goes_on(place, tmp_path):
     model, cache = place
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
@@ -130,6 +133,7 @@ def test_batch_answers_a_file_and_goes_on(place, tmp_path):
     assert "prompts.jsonl:1: expected prompt, turns or messages" in text
 
 
+@pytest.mark.thorough
 def test_pairs_and_layers_are_measured(place, tmp_path):
     model, cache = place
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "pair.json"
@@ -143,6 +147,7 @@ def test_pairs_and_layers_are_measured(place, tmp_path):
     assert "first 1 of 2" in text
 
 
+@pytest.mark.thorough
 def test_a_head_from_answers_to_drafts(place, tmp_path):
     """batch.py -> prepare_data.py -> train_eagle3.py -> export_head.py -> generate.py, as the README has it."""
     pytest.importorskip("grain")
@@ -153,7 +158,7 @@ def test_a_head_from_answers_to_drafts(place, tmp_path):
     common = ["--target", model]
     made = ["--prompts", prompts, "--output", answers, "--slots", 4, "--max-new-tokens", 40]
     run("batch.py", *common, *made, "--temperature", 0.8, cache=cache)
-    data = ["--source", answers, "--output", tmp_path / "data", "--length", 64]
+    data = ["--source", answers, "--output", tmp_path / "data", "--length", 128]
     text = run("prepare_data.py", *common, *data, "--valid-share", 0.3, cache=cache)
     assert "wanted" in text and "a draft vocabulary of 2048 covers 100.00%" in text
     config = tmp_path / "run.toml"

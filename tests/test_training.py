@@ -20,7 +20,7 @@ from training.eagle3 import Batch, attend_anchors, supervised, unroll
 from training.features import hidden_states, online_features
 from training.losses import Teacher, divergence, head_loss, shift_left
 from training.parameters import split
-from training.step import Tally
+from training.recipes import Tally
 
 TARGET = tiny_target()
 

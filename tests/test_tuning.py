@@ -32,6 +32,7 @@ def test_expected_tokens():
         expected_tokens(1.2, 3)
 
 
+@pytest.mark.thorough
 def test_a_pair_is_reported():
     report = check_pair(
         TARGET, noisy(TARGET, 0.02), PROMPTS, num_draft=3, max_new_tokens=40, repeats=1

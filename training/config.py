@@ -11,9 +11,10 @@ from training.losses import Objective
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run of an EAGLE-3 head.
+    """A training run of a head.
 
     Attributes:
+      recipe: `eagle3` (the training-time test) or `p_eagle` (all drafts in one pass).
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       data: folder that `scripts/prepare_data.py` wrote.
       output: folder of the run: checkpoints, logs, plot, and in the end the head.
@@ -27,7 +28,9 @@ class TrainConfig:
       norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
       start_from: a head's folder whose parameters to start from.
+      mask_token_id: P-EAGLE's mask token: one that never occurs; its embedding is the target's.
       steps: S, tokens drafted in training.
+      keep, keep_least: P-EAGLE keeps a share max(keep ** d, keep_least) of the anchors to depth d.
       step_decay: factor on the loss of each further step.
       objective: see `training.losses.divergence`.
       optimizer: `adamw`, or `muon` for the matrices with AdamW for the rest.
@@ -54,6 +57,7 @@ class TrainConfig:
     target: str
     data: Path
     output: Path
+    recipe: Literal["eagle3", "p_eagle"] = "eagle3"
     features: Literal["online", "offline"] = "online"
     feature_folder: Path | None = None
     draft_vocab_size: int = 8192
@@ -66,7 +70,10 @@ class TrainConfig:
     norm_output: bool = False
     train_readout: bool = True
     start_from: Path | None = None
+    mask_token_id: int | None = None
     steps: int = 4
+    keep: float = 0.8
+    keep_least: float = 0.2
     step_decay: float = 0.8
     objective: Objective = "kl"
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -93,14 +100,22 @@ class TrainConfig:
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            kind = {bool: bool, int: int, float: (int, float)}.get(field.type)  # type: ignore[call-overload]
+            kinds: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
+            kind = kinds.get(field.type)
             if kind and (not isinstance(value, kind) or (kind is not bool and value is True)):
-                raise ValueError(f"{field.name} must be {field.type.__name__}, got {value!r}")
+                name = getattr(field.type, "__name__", field.type)
+                raise ValueError(f"{field.name} must be {name}, got {value!r}")
         whole = ("steps", "batch_size", "accumulate", "num_layers", "log_every", "save_every")
         whole += ("evaluate_every", "data_parallel", "model_parallel", "decode_tokens")
         for name in whole:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if (self.recipe == "p_eagle") != (self.mask_token_id is not None):
+            raise ValueError(
+                f"mask_token_id must be given for p_eagle, and only for it; got {self.mask_token_id} for {self.recipe}"
+            )
+        if self.recipe == "p_eagle" and self.steps < 2:
+            raise ValueError(f"steps must be at least 2 for p_eagle, got {self.steps}")
         if self.max_updates is not None and self.max_updates < 1:
             raise ValueError(f"max_updates must be at least 1, got {self.max_updates}")
         if self.taps is not None and not self.taps:
@@ -108,6 +123,9 @@ class TrainConfig:
         for name in ("learning_rate", "muon_learning_rate", "clip", "epochs", "step_decay"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("keep", "keep_least"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
         for name in ("warmup", "final_share"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")

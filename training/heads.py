@@ -52,6 +52,7 @@ def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        mask_token_id=config.mask_token_id,
     )
     check_head(shape, target)
     head = EagleHead(shape, rngs=nnx.Rngs(config.seed))

@@ -27,10 +27,12 @@ from training.config import TrainConfig
 from training.data import Summary, batches, read_summary
 from training.heads import is_trained, make_head
 from training.logs import RunLog, plot_run, read_log
+from training.p_eagle import layout
 from training.parameters import split
+from training.recipes import Eagle3Recipe, PEagleRecipe, Recipe, Tally
 from training.sharding import make_mesh, place_head, place_target
 from training.source import Source
-from training.step import Step, Tally, TrainState, make_optimizer
+from training.step import Step, TrainState, make_optimizer
 
 # Settings that may change between the parts of one run.
 FREE = ("output", "log_every", "evaluate_every", "save_every", "decode_prompts", "decode_tokens")
@@ -82,13 +84,12 @@ def train(
       OSError: no room for features or a checkpoint.
     """
     console = console or Console(highlight=False)
-    if target is None:
-        target = specjax.load_target(config.target)
+    model = specjax.load_target(config.target) if target is None else target
     if stop_token_ids is None:
         stop_token_ids = specjax.load_tokenizer(config.target).stop_token_ids
     summary = read_summary(config.data)
-    check_data(config, target, summary, console)
-    head = make_head(config, target, summary, stop_token_ids)
+    check_data(config, model, summary, console)
+    head = make_head(config, model, summary, stop_token_ids)
     ids = head.target_ids
     if ids is not None:
         share = summary.coverage(np.asarray(ids))
@@ -100,15 +101,15 @@ def train(
     mesh = None
     if config.data_parallel * config.model_parallel > 1:
         mesh = make_mesh(config.data_parallel, config.model_parallel)
-        target = place_target(target, mesh)
+        model = place_target(model, mesh)
     dtype = config.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     params, frozen, structure = split(head, partial(is_trained, config.train_readout))
     step = Step(
         structure=structure,
         optimizer=make_optimizer(config, updates),
+        recipe=make_recipe(config, summary),
         steps=config.steps,
-        step_decay=config.step_decay,
-        objective=config.objective,
+        seed=config.seed,
         taps=head.config.taps,
         dtype=jnp.dtype(dtype),
         mesh=mesh,
@@ -117,13 +118,13 @@ def train(
     if mesh is not None:
         state, frozen = place_head((state, frozen), mesh)
     try:
-        source = Source(config, target, summary, head.config.taps, console, mesh)
+        source = Source(config, model, summary, head.config.taps, console, mesh)
         first = checkpoints.latest or 0
         if first:
             state = checkpoints.load(state, data)
             console.print(f"going on after update {first}")
         log = RunLog(config.output, updates, first, console)
-        run = Run(config, step, frozen, target, source, data, checkpoints, log)
+        run = Run(config, step, frozen, model, source, data, checkpoints, log)
         stopped = None
         try:
             with until_terminated() as terminated:
@@ -144,6 +145,15 @@ def train(
     finally:
         checkpoints.close()
     return Result(head, config.output / "head", int(state.update), best[1])
+
+
+def make_recipe(config: TrainConfig, summary: Summary) -> Recipe:
+    """What the run minimises."""
+    if config.recipe == "eagle3":
+        return Eagle3Recipe(config.steps, config.step_decay, config.objective)
+    density = summary.wanted["train"] / (summary.sequences["train"] * summary.length)
+    shape = layout(summary.length, config.steps, config.keep, config.keep_least, density)
+    return PEagleRecipe(shape, config.objective)
 
 
 def check_data(

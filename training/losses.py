@@ -105,7 +105,47 @@ def head_loss(
     trained: Callable[[str], bool] = lambda _: True,
     chunk: int = 512,
 ) -> tuple[Array, Rows]:
-    """The loss of a head that predicts S tokens from every anchor.
+    """The loss of a head that predicts S tokens from every anchor, one after the other.
+
+    Args:
+      states: [S, B, T, H], what step k made of anchor t: it predicts token t + 2 + k.
+      teacher: the target's states; at token t + 1 + k it predicts the same token.
+      valid: bool[S, B, T], anchors that count at each step.
+      weights: float32[S], factor on the loss of each row of a step.
+      others: see `row_loss`.
+
+    Returns:
+      the weighted sum over rows and steps, float32[], and the rows.
+    """
+    steps = range(states.shape[0])
+    loss, rows = row_loss(
+        head,
+        target,
+        # rows lie where the teacher speaks of them, so that one product serves all steps
+        jnp.stack([shift_right(states[k], k + 1) for k in steps]),
+        teacher,
+        jnp.stack([shift_right(valid[k], k + 1) for k in steps]),
+        weights,
+        objective=objective,
+        trained=trained,
+        chunk=chunk,
+    )
+    return loss, jax.tree.map(lambda x: jnp.stack([shift_left(x[k], k + 1) for k in steps]), rows)
+
+
+def row_loss(
+    head: Any,
+    target: Any,
+    states: Array,
+    teacher: Teacher,
+    valid: Array,
+    weights: Array,
+    *,
+    objective: Objective = "kl",
+    trained: Callable[[str], bool] = lambda _: True,
+    chunk: int = 512,
+) -> tuple[Array, Rows]:
+    """The loss of rows against the teacher's rows of the same index.
 
     Logits exist for one chunk of rows at a time. Their gradients are taken in the same sweep, so nothing is computed
     twice and nothing as large as the logits is kept for the backward pass.
@@ -113,17 +153,17 @@ def head_loss(
     Args:
       head: whose `readout` makes logits of states.
       target: the frozen model; its `logits` are the teacher.
-      states: [S, B, T, H], what step k made of anchor t: it predicts token t + 2 + k.
-      teacher: the target's states; at token t + 1 + k it predicts the same token.
-      valid: bool[S, B, T], anchors that count at each step.
-      weights: float32[S], factor on the loss of each row of a step.
+      states: [S, B, T, H].
+      teacher: what the target says, [B, T, ...].
+      valid: bool[S, B, T], rows that count.
+      weights: float32[S], factor on each row's loss.
       objective: see `divergence`.
       trained: which of the head's parameters get gradients, by name.
       chunk: C, rows whose logits exist at a time.
 
     Returns:
-      the weighted sum over rows and steps, float32[], and the rows. Anchors whose likeliest token is outside the draft
-      vocabulary have no loss: there is nothing there that the head could say.
+      the weighted sum, float32[], and the rows. Rows whose likeliest token is outside the draft vocabulary have no loss:
+      there is nothing there that the head could say.
     """
     steps, batch, length = states.shape[:3]
     ids = head.target_ids
@@ -132,9 +172,6 @@ def head_loss(
     else:
         place = jnp.full(target.vocab_size, -1, jnp.int32)
         place = place.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-    # rows lie where the teacher speaks of them, so that one product serves all steps
-    moved = jnp.stack([shift_right(states[k], k + 1) for k in range(steps)])
-    counted = jnp.stack([shift_right(valid[k], k + 1) for k in range(steps)])
     piece_length = max(
         1, min(length, chunk // batch)
     )  # cut along T: the batch may lie on several devices
@@ -150,7 +187,7 @@ def head_loss(
     params, frozen, structure = split(head.readout, lambda name: trained(f"readout.{name}"))
     others = {
         "last": pieces(teacher.last, 1),
-        "counted": pieces(counted, 2),
+        "counted": pieces(valid, 2),
         "log_total": None if teacher.log_total is None else pieces(teacher.log_total, 1),
         "best": None if teacher.best is None else pieces(teacher.best, 1),
     }
@@ -187,13 +224,12 @@ def head_loss(
         "place": place,
         "weights": weights.astype(jnp.float32),
     }
-    swept: Any = sweep(piece, params, constants, pieces(moved, 2), others)
+    swept: Any = sweep(piece, params, constants, pieces(states, 2), others)
     loss, (right, acceptance) = swept
 
     def whole(x: Array) -> Array:
-        """[pieces, S, B, piece] -> [S, B, T], back at the anchors."""
-        x = jnp.moveaxis(x, 0, 2).reshape(steps, batch, -1)[:, :, :length]
-        return jnp.stack([shift_left(x[k], k + 1) for k in range(steps)])
+        """[pieces, S, B, piece] -> [S, B, T]."""
+        return jnp.moveaxis(x, 0, 2).reshape(steps, batch, -1)[:, :, :length]
 
     return loss, Rows(right=whole(right), acceptance=whole(acceptance))
 

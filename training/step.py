@@ -14,10 +14,10 @@ from flax import struct
 from jax import Array
 
 from training.config import TrainConfig
-from training.eagle3 import Batch, supervised, unroll
+from training.eagle3 import Batch
 from training.features import Features, online_features
-from training.losses import Rows, head_loss
 from training.parameters import Parameters, Structure
+from training.recipes import Recipe, Tally
 from training.sharding import head_sharding
 
 
@@ -36,57 +36,6 @@ class TrainState:
     optimizer: Any
     update: Array
     skipped: Array
-
-
-@struct.dataclass
-class Tally:
-    """Sums over anchors, by step: float32[S].
-
-    Attributes:
-      counted: anchors that count.
-      right: of them, those whose likeliest token is the target's.
-      chained: those right at this step and all before it.
-      reached: those that count here and were right at all steps before it.
-      acceptance: sum of min(p, q).
-    """
-
-    counted: Array
-    right: Array
-    chained: Array
-    reached: Array
-    acceptance: Array
-
-    @classmethod
-    def create(cls, rows: Rows, valid: Array) -> "Tally":
-        right = rows.right & valid
-        chain = jnp.cumprod(right.astype(jnp.int32), axis=0) > 0
-        before = jnp.concatenate([jnp.ones_like(chain[:1]), chain[:-1]])
-
-        def total(x: Array) -> Array:
-            return jnp.sum(x.astype(jnp.float32), axis=(1, 2))
-
-        return cls(
-            counted=total(valid),
-            right=total(right),
-            chained=total(chain),
-            reached=total(before & valid),
-            acceptance=total(jnp.where(valid, rows.acceptance, 0.0)),
-        )
-
-    def figures(self) -> dict[str, Any]:
-        """Accuracy and acceptance by step, and the simulated acceptance length: tokens that a greedy chain of S drafts
-        would emit per round on the target's own greedy text."""
-        t = jax.device_get(self)
-        share = t.chained / (t.reached + 1e-9)
-        length, stands = 1.0, 1.0
-        for s in share:
-            stands *= float(s)
-            length += stands
-        return {
-            "accuracy": (t.right / (t.counted + 1e-9)).round(4).tolist(),
-            "acceptance": (t.acceptance / (t.counted + 1e-9)).round(4).tolist(),
-            "simulated_length": round(length, 4),
-        }
 
 
 @struct.dataclass
@@ -162,7 +111,9 @@ class Step:
     Attributes:
       structure: the head beside its arrays.
       optimizer: see `make_optimizer`.
-      steps, step_decay, objective: of the loss.
+      recipe: what is minimised.
+      steps: S, that it speaks of.
+      seed: of what it draws.
       taps: of the head.
       dtype: of matrices while computing.
       mesh: of the devices that parameters and batches are spread over; None is one device.
@@ -170,9 +121,9 @@ class Step:
 
     structure: Structure
     optimizer: optax.GradientTransformation
+    recipe: Recipe
     steps: int
-    step_decay: float
-    objective: Any
+    seed: int
     taps: tuple[int, ...]
     dtype: Any
     mesh: Any = None
@@ -194,6 +145,7 @@ class Step:
         target: Any,
         batch: Batch,
         features: Features | None,
+        key: Array,
         weights: Array,
     ) -> tuple[Array, Tally]:
         def cast(part: Parameters) -> Parameters:
@@ -210,25 +162,9 @@ class Step:
             lambda x: x.astype(self.dtype) if x.dtype == jnp.bfloat16 else x,
             (seen.taps, seen.teacher),
         )
-        states = unroll(head, target, batch, taps, self.steps)
-        valid = supervised(batch, self.steps)
-        loss, rows = head_loss(
-            head,
-            target,
-            states,
-            teacher,
-            valid,
-            weights,
-            objective=self.objective,
-            trained=params.__contains__,
+        return self.recipe.loss(
+            head, target, batch, taps, teacher, weights, key, params.__contains__
         )
-        return loss, Tally.create(jax.lax.stop_gradient(rows), valid)
-
-    def _weights(self, batches: Batch) -> Array:
-        """Of a row of each step, float32[S]: the mean over all anchors of the whole update, not of each part."""
-        counted = jnp.sum(jax.vmap(partial(supervised, steps=self.steps))(batches), axis=(0, 2, 3))
-        decay = self.step_decay ** jnp.arange(self.steps)
-        return decay / jnp.maximum(counted, 1)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def update(
@@ -247,7 +183,9 @@ class Step:
           batches: [M, B, T].
           features: [M, B, T, ...], or None: the target is run here.
         """
-        weights = self._weights(batches)
+        parts = batches.tokens.shape[0]
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), state.update), parts)
+        weights = self.recipe.weights(batches, keys)
         gradient = jax.value_and_grad(self._loss, has_aux=True)
 
         def part(carry, given):
@@ -258,7 +196,7 @@ class Step:
 
         zeros = Tally(*(jnp.zeros(self.steps),) * 5)
         start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params), zeros)
-        (loss, gradients, tally), _ = jax.lax.scan(part, start, (batches, features))
+        (loss, gradients, tally), _ = jax.lax.scan(part, start, (batches, features, keys))
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         report = Report(loss=loss, norm=optax.tree.norm(gradients), tally=tally)
         params: Any = optax.apply_updates(state.params, updates)
@@ -292,6 +230,7 @@ class Step:
         features: Features | None,
     ) -> Report:
         """The loss and sums of one batch [B, T], without an update."""
-        weights = self._weights(jax.tree.map(lambda x: x[None], batch))
-        loss, tally = self._loss(params, frozen, target, batch, features, weights)
+        keys = jax.random.split(jax.random.key(0), 1)
+        weights = self.recipe.weights(jax.tree.map(lambda x: x[None], batch), keys)
+        loss, tally = self._loss(params, frozen, target, batch, features, keys[0], weights)
         return Report(loss=loss, norm=jnp.float32(0), tally=tally)

@@ -174,7 +174,7 @@ def _taps(
             f"{where}: eagle_config names layers {inner}, which may be those left or those entered; say with taps=(...) "
             f"which layers' inputs the head reads: {tuple(left or ())} if it names the layers left"
         )
-    if entered and left and entered not in (left, [int(i) for i in inner]):
+    if inner and entered and left and entered not in (left, [int(i) for i in inner]):
         raise CheckpointError(
             f"{where}: the layer ids contradict one another: {entered} at the top level are layers entered, and "
             f"{inner} in eagle_config are layers left, which would be {left}; say which with taps=(...)"

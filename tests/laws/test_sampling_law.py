@@ -7,10 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import RandomDrafter, RandomTreeDrafter, bigram, noisy, tiny_target
+from zoo import RandomDrafter, RandomTreeDrafter, bigram, noisy, tiny_head, tiny_target
 
 import specjax
-from specjax import Adaptive, DraftModel, Hybrid, NGram, Sampling, StaticTree, TopKTree
+from specjax import (
+    Adaptive,
+    DraftModel,
+    Eagle3,
+    Hybrid,
+    NGram,
+    PEagle,
+    Sampling,
+    StaticTree,
+    TopKTree,
+)
 from specjax.sampling import Processors, process_logits
 from specjax.trees import Tree, static_tree
 from specjax.verification import accept_matching, block_law, sibling_law, token_law
@@ -344,9 +354,14 @@ CASES = [
     *[(name, SETTINGS[0], "block") for name in ("model-3", "unsure", "adaptive", "hybrid")],
     *[(name, SETTINGS[1], "token") for name in ("plain", "ngram", "model-3", "tree")],
 ]
+QUICK = ("ngram", "model-3", "tree")  # the others on one Python alone
 
 
-@pytest.mark.parametrize(("name", "sampling", "law"), CASES, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("name", "sampling", "law"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.thorough) for case in CASES],
+    ids=lambda x: str(x)[:30],
+)
 def test_rounds_follow_the_target(name, sampling, law):
     """Five tokens take two rounds or more; rows differ in their keys alone."""
     target, rows, size = bigram(3, 4), 10_000, 5
@@ -362,20 +377,34 @@ def test_rounds_follow_the_target(name, sampling, law):
     assert abs(chi_square(spoken.tokens, markov_law(target, 2, size, sampling))) < 4
 
 
-def test_rounds_follow_a_transformer():
-    target, rows, size = tiny_target(2, vocab_size=4, scale=1.5), 2000, 3
-    sampling = Sampling(temperature=1.0)
-    law = transformer_law(target, [1, 3, 0], size, sampling)
-    for drafter in (None, DraftModel(noisy(target, 0.3), num_draft=2)):
-        spoken = specjax.generate(
-            target,
-            [[1, 3, 0]] * rows,
-            drafter=drafter,
-            max_new_tokens=size,
-            sampling=sampling,
-            key=5,
-        )
-        assert abs(chi_square(spoken.tokens, law)) < 4
+FOUR = tiny_target(2, vocab_size=4, scale=1.5)
+HEADS = {
+    "plain": None,
+    "model": DraftModel(noisy(FOUR, 0.3), num_draft=2),
+    "eagle3": Eagle3(tiny_head(FOUR, draft_vocab_size=3, scale=1.0), num_draft=2),
+    "eagle3-tree": Eagle3(tiny_head(FOUR, draft_vocab_size=4, scale=1.0), tree=StaticTree((2, 1))),
+    "p-eagle": PEagle(tiny_head(FOUR, draft_vocab_size=3, scale=1.0, mask_token_id=3), num_draft=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [*[(name, "token") for name in HEADS], ("eagle3", "block"), ("p-eagle", "block")],
+)
+def test_rounds_follow_a_transformer(name, law):
+    rows, size, sampling = 2000, 3, Sampling(temperature=1.0)
+    spoken = specjax.generate(
+        FOUR,
+        [[1, 3, 0]] * rows,
+        drafter=HEADS[name],
+        max_new_tokens=size,
+        sampling=sampling,
+        key=5,
+        verification=specjax.Verification(law=law),
+    )
+    assert abs(chi_square(spoken.tokens, transformer_law(FOUR, [1, 3, 0], size, sampling))) < 4
+    if name != "plain":
+        assert 0.2 < spoken.statistics.acceptance_rate < 0.95
 
 
 def test_the_chi_square_can_fail():

@@ -1,0 +1,198 @@
+"""P-EAGLE's elements: parity with speculators' trainer, and with what drafting does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_heads import golden
+from test_training import sequence
+from zoo import tiny_head, tiny_target
+
+from specjax.models.config import LayerConfig
+from training.eagle3 import Batch, supervised
+from training.features import hidden_states, online_features
+from training.losses import Teacher, row_loss
+from training.p_eagle import Elements, Layout, aligned_teacher, layout, sample, unroll_parallel
+from training.parameters import split
+from training.recipes import PEagleRecipe
+
+TARGET = tiny_target()
+
+
+def given_elements(right):
+    """The golden elements in this project's order, and where each of them is in the golden arrays."""
+    pairs = list(zip(right["train_anchor"].tolist(), right["train_depth"].tolist(), strict=True))
+    deepest = {}
+    for anchor, depth in pairs:
+        deepest[anchor] = max(deepest.get(anchor, 0), depth)
+    order = sorted((a for a in deepest if deepest[a]), key=lambda a: (-deepest[a], a))
+    counts = [sum(deepest[a] >= d for a in order) for d in range(1, max(deepest.values()) + 1)]
+    shape = Layout(tuple(counts))
+    anchors = [order[n] for n in shape.number]
+    places = [pairs.index(p) for p in zip(anchors, shape.depth.tolist(), strict=True)]
+    mask = right["train_loss_mask"] > 0
+    valid = mask[np.asarray(anchors) + shape.depth]
+    elements = Elements(
+        anchor=jnp.asarray(anchors, jnp.int32)[None], valid=jnp.asarray(valid)[None], layout=shape
+    )
+    first = [pairs.index((a, 0)) for a in range(19)]
+    return elements, np.asarray(first), np.asarray(places)
+
+
+def test_speculators_elements_losses_and_gradients():
+    model, head, right = golden("peagle-speculators-tiny")
+    ids, documents = right["train_token_ids"], right["train_document_ids"]
+    batch = Batch(
+        tokens=jnp.asarray(np.concatenate([[0], ids]), jnp.int32)[None],
+        wanted=jnp.zeros((1, 20), bool),
+        document=jnp.asarray(np.concatenate([documents + 1, [0]]), jnp.int32)[None],
+    )
+    taps = np.concatenate([right["train_features"], np.zeros((1, 192), np.float32)])
+    taps = jnp.asarray(taps).reshape(1, 20, 3, 64)
+    last = np.concatenate([np.zeros((1, 64), np.float32), right["train_verifier_last_hidden"]])
+    last = jnp.asarray(last)[None]
+    logits = model.logits(last)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    known = jnp.isin(best, head.target_ids)  # the reference leaves no token out
+    teacher = Teacher(
+        last=last,
+        log_total=jax.nn.logsumexp(logits, axis=-1),
+        best=jnp.where(known, best, head.target_ids[0]),
+    )
+    elements, first, places = given_elements(right)
+    mask = jnp.asarray(np.concatenate([right["train_loss_mask"] > 0, [False]]))[None]
+    valid = jnp.concatenate([mask, elements.valid], axis=1)[None]
+    weight = 1.0 / (float(valid.sum()) + 1e-5)
+    params, frozen, structure = split(head, lambda name: name != "ids")
+
+    @jax.jit
+    def judged(params):
+        head = structure.join(params, frozen)
+        near, far = unroll_parallel(head, model, batch, taps, elements)
+        states = jnp.concatenate([near, far], axis=1)
+        loss, _ = row_loss(
+            head,
+            model,
+            states[None],
+            aligned_teacher(teacher, elements),
+            valid,
+            jnp.asarray([weight]),
+        )
+        return loss, states
+
+    (loss, states), gradients = jax.jit(jax.value_and_grad(judged, has_aux=True))(params)
+    real = documents >= 0
+    found = np.asarray(head.logits(states)[0])
+    np.testing.assert_allclose(found[:19][real], right["train_logits"][first][real], atol=1e-3)
+    inside = real[np.asarray(elements.anchor[0])]
+    np.testing.assert_allclose(found[20:][inside], right["train_logits"][places][inside], atol=1e-3)
+    np.testing.assert_allclose(loss, right["train_loss"][0], rtol=1e-4)
+    first_qkv = np.asarray(gradients["first.attention.qkv"])
+    other_qkv = np.asarray(gradients["others[0].attention.qkv"])
+    ours = {
+        "fc": gradients["fc"].T,
+        "mask_hidden": gradients["mask_hidden"],
+        "embed_tokens": gradients["embedding"],
+        "q_proj": first_qkv[:, :, :2].reshape(128, -1).T,
+        "k_proj": other_qkv[:, :, 2].reshape(64, -1).T,
+    }
+    checked = 0
+    for name, grad in right.items():
+        if name.startswith("train_grad."):
+            short = name.removeprefix("train_grad.").removesuffix(".weight").split(".")[-1]
+            np.testing.assert_allclose(ours[short], grad, atol=2e-4 * np.abs(grad).max())
+            checked += 1
+    assert checked == 5
+
+
+HEADS = {
+    "plain": {},
+    "deep": {
+        "layers": (LayerConfig(), LayerConfig(window=7), LayerConfig()),
+        "norm_before_fc": True,
+        "norm_before_residual": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("size", [512, 7])
+def test_elements_are_what_drafting_sees(name, size, monkeypatch):
+    """Law 7: an element's logits are those of the slot in one pass over its anchor's prefix and the mask tokens."""
+    import training.p_eagle
+
+    monkeypatch.setattr(training.p_eagle, "PIECE", size)
+    head, batch, depths = tiny_head(TARGET, mask_token_id=5, **HEADS[name]), sequence(0, 14, 14), 4
+    taps, _ = hidden_states(TARGET, batch, head.config.taps)
+    shape = Layout((3, 3, 3))
+    anchors = jnp.asarray([[0, 4, 9] * 3])
+    elements = Elements(anchor=anchors, valid=anchors >= 0, layout=shape)
+    near, far = unroll_parallel(head, TARGET, batch, taps, elements)
+    fused, follows = head.fuse(taps), batch.tokens[:, 1:]
+    for n, anchor in enumerate((0, 4, 9)):
+        rows = anchor + 1
+        tokens = jnp.concatenate([follows[:, :rows], jnp.full((1, depths - 1), 5)], axis=1)
+        hidden = jnp.tile(head.fused_mask(), (1, depths - 1, 1))
+        hidden = jnp.concatenate([fused[:, :rows], hidden], axis=1)
+        size = rows + depths - 1
+        x, _ = head(
+            head.embed(TARGET, tokens), hidden, jnp.arange(size)[None], head.init_cache(1, 1)
+        )
+        slots = np.asarray(head.logits(x)[0, anchor:])
+        ours = jnp.concatenate([near[:, anchor], far[0, n::3]])
+        np.testing.assert_allclose(head.logits(ours), slots, rtol=1e-4, atol=1e-4)
+
+
+def test_layout_and_chains():
+    shape = layout(100, 4, 0.5, 0.2)
+    assert shape.counts == (50, 25, 20)  # 0.5, 0.25, and the floor above 0.125
+    depth, number, chain = shape.depth, shape.number, shape.chain
+    for e in range(95):
+        for d in range(1, 4):
+            at = chain[e, d - 1]
+            if d <= depth[e]:
+                assert (depth[at], number[at]) == (d, number[e])
+            else:
+                assert at == -1
+        assert chain[e, depth[e] - 1] == e
+    with pytest.raises(ValueError, match="ratio must be in"):
+        layout(10, 3, 1.5, 0.2)
+
+
+def test_anchors_are_drawn_among_those_that_count():
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), sequence(1, 40, 40), sequence(2, 25, 40))
+    valid = supervised(batch, 4)
+    shape = layout(40, 4, 0.4, 0.1)
+    draws = [sample(jax.random.key(i), valid, shape) for i in range(3)]
+    for elements in draws:
+        anchor = np.asarray(elements.anchor)
+        for row in range(2):
+            kept = anchor[row, : shape.counts[0]]
+            assert len(set(kept)) == len(kept)
+            reach = np.asarray(valid[1, row])
+            assert reach[kept].sum() == min(reach.sum(), shape.counts[0])
+            for e, (a, d) in enumerate(zip(anchor[row], shape.depth, strict=True)):
+                assert elements.valid[row, e] == valid[d, row, a]
+    assert not np.array_equal(draws[0].anchor, draws[1].anchor)
+
+
+def test_loss_of_a_recipe_is_a_mean_over_the_update():
+    """Two parts together weigh their elements alike, whatever part they are in."""
+    head = tiny_head(TARGET, mask_token_id=5)
+    parts = [sequence(3, 40, 40), sequence(4, 12, 40)]
+    recipe = PEagleRecipe(layout(40, 3, 0.9, 0.2), "kl")
+    keys = jax.random.split(jax.random.key(0), 2)
+    weights = recipe.weights(jax.tree.map(lambda *x: jnp.stack(x), *parts), keys)
+    total = tally = None
+    for part, key in zip(parts, keys, strict=True):
+        features = online_features(TARGET, part, head.config.taps)
+        loss, found = recipe.loss(
+            head, TARGET, part, features.taps, features.teacher, weights, key, lambda _: True
+        )
+        total = loss if total is None else total + loss
+        tally = found if tally is None else jax.tree.map(jnp.add, tally, found)
+    assert tally is not None and total is not None
+    np.testing.assert_allclose(weights[0] * tally.counted.sum(), 1.0, rtol=1e-6)
+    assert tally.counted.shape == (3,) and (np.diff(tally.counted) < 0).all()
+    assert (tally.chained <= tally.right).all() and (tally.reached[1:] <= tally.counted[1:]).all()
+    assert float(total) > 0
