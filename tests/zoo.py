@@ -229,16 +229,22 @@ class RandomTreeDrafter(Stateless):
         return Proposal(tokens=tokens, length=length, parent=parent), None
 
 
+# One of each kind: the laws are tried with these on every Python, with the others on one.
+QUICK = ("ngram", "ngram-mod", "suffix", "noisy-model", "model-tree", "early-exit", "eagle3")
+QUICK += ("p-eagle", "adaptive", "hybrid-mixed", "hybrid-tree", "random", "random-tree")
+
+
 def grouped(*cases: Any) -> list:
     """Test parameters, a drafter's name or a tuple that begins with one: a worker takes all tests of a name, and compiles
     its programs once."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=pytest.mark.xdist_group(case[0] if isinstance(case, tuple) else case),
-        )
-        for case in cases
-    ]
+    parameters = []
+    for case in cases:
+        case = case if isinstance(case, tuple) else (case,)
+        marks = [pytest.mark.xdist_group(case[0])]
+        if case[0] not in QUICK:
+            marks.append(pytest.mark.thorough)
+        parameters.append(pytest.param(*case, marks=marks))
+    return parameters
 
 
 def drafters(target: Transformer) -> dict[str, Any]:
