@@ -66,8 +66,8 @@ class Tally:
             stands *= float(s)
             length += stands
         return {
-            "accuracy": (t.right / (t.counted + 1e-9)).round(4).tolist(),
-            "acceptance": (t.acceptance / (t.counted + 1e-9)).round(4).tolist(),
+            "accuracy": [round(float(x), 4) for x in t.right / (t.counted + 1e-9)],
+            "acceptance": [round(float(x), 4) for x in t.acceptance / (t.counted + 1e-9)],
             "simulated_length": round(length, 4),
         }
 
