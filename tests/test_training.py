@@ -242,6 +242,7 @@ def test_packing_changes_nothing():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), tally, summed)
 
 
+@pytest.mark.thorough
 def test_long_sequences_in_pieces(monkeypatch):
     import training.eagle3
 
@@ -282,7 +283,10 @@ def test_attention_against_the_written_mask():
             np.testing.assert_allclose(found[0, :, :, q], right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce", "nla", "lk_hybrid"])
+@pytest.mark.parametrize(
+    "objective",
+    ["kl", *[pytest.param(x, marks=pytest.mark.thorough) for x in ("ce", "nla", "lk_hybrid")]],
+)
 def test_swept_gradients_equal_plain_ones(objective):
     """The loss whose gradients are taken chunk by chunk, against automatic differentiation of its definition."""
     head, batch = tiny_head(TARGET), sequence(3, 18, 18)

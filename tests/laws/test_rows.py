@@ -36,7 +36,10 @@ def spoken(drafter, rows, **changes):
     )
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.thorough if n in ("random", "ngram") else ()) for n in ZOO],
+)
 def test_batch_equals_single_rows(name):
     """Ragged prompts, greedy and sampled rows mixed, in another order, next to copies of themselves."""
     together = spoken(ZOO[name], [0, 1, 2, 3])
