@@ -226,7 +226,7 @@ def test_wrong_target_and_layout(tmp_path):
     with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target's has 50"):
         specjax.load_head(tmp_path, tiny_target(vocab_size=50))
     with pytest.raises(ValueError, match="layout must be one of sglang, speculators"):
-        specjax.save_head(tiny_head(TARGET), tmp_path, "gguf")  # type: ignore[arg-type]
+        specjax.save_head(tiny_head(TARGET), tmp_path, "gguf")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(specjax.CheckpointError, match="weights_only=True"):
         specjax.load_head(tmp_path, TARGET)

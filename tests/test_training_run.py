@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -474,7 +475,7 @@ def test_features_are_validated(data, tmp_path):
 def test_no_room_for_features_is_said_first(data, tmp_path, monkeypatch):
     import shutil
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(OSError, match=r"need 0\.00 GB, 0\.00 GB are free"):
         write_features(TARGET, open_sequences(data, "train", LENGTH), tmp_path, (0, 2), {})
     assert not list(tmp_path.glob("*.npy"))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +84,10 @@ REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 PICKLES_REFUSED = (
     "Pickled weights (*.bin, *.pt, *.pth) can run code when opened and are refused; convert them "
@@ -178,7 +181,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         post_norms=gemma,
-        activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
+        activation=ACTIVATIONS[activation],
         embedding_scale=float(c["hidden_size"]) ** 0.5 if gemma else 1.0,
         attention_scale=float(c["query_pre_attn_scalar"]) ** -0.5 if gemma else None,
         attention_softcap=c.get("attn_logit_softcapping") if family == "gemma2" else None,

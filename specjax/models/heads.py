@@ -227,7 +227,8 @@ class EagleHead(nnx.Module):
         """tokens [B, T] -> rows of its own embedding table or of the target's, [B, T, H]."""
         if self.embedding is not None:
             return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
-        return target.lookup(tokens).astype(self.dtype)  # type: ignore[attr-defined]
+        table: Any = target  # `check_head` has seen that it has this method
+        return table.lookup(tokens).astype(self.dtype)
 
     def fuse(self, taps: Array) -> Array:
         """The target's hidden states [..., A, Ht] -> [..., H]."""
