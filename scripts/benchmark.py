@@ -57,7 +57,7 @@ class Options:
         workload), `compile` (first call, second process).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
       drafters: which to compare on the workloads.
-      head: folder or hub id of the head that `eagle3` and `hybrid-eagle3` draft with.
+      head: folder or hub id of the head that `head` and `hybrid-head` draft with.
       temperatures: at which.
       limit: prompts per workload at most.
       max_new_tokens: per prompt.

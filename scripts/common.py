@@ -59,7 +59,7 @@ DrafterName = Literal[
     "adaptive-suffix",
 ]
 
-OtherDrafter = Literal["draft-model", "early-exit", "eagle3", "hybrid-eagle3"]
+OtherDrafter = Literal["draft-model", "early-exit", "head", "hybrid-head"]
 
 DRAFTERS: dict[str, Callable[[int | None], Any]] = {
     "none": lambda _: None,
@@ -108,11 +108,11 @@ def make_drafter(
             if exit_layer is None:
                 raise ValueError("drafter early-exit needs --exit-layer E, got none")
             return _sized(specjax.EarlyExit, num_draft, num_layers=exit_layer)
-        case "eagle3" | "hybrid-eagle3":
+        case "head" | "hybrid-head":
             if head is None:
                 raise ValueError(f"drafter {name} needs --head FOLDER, got none")
-            eagle = _sized(specjax.Eagle3, num_draft, head=specjax.load_head(head, target))
-            return eagle if name == "eagle3" else specjax.Hybrid((specjax.NGram(), eagle))
+            trained = specjax.head_drafter(specjax.load_head(head, target), num_draft)
+            return trained if name == "head" else specjax.Hybrid((specjax.NGram(), trained))
     names = ", ".join([*DRAFTERS, *get_args(OtherDrafter)])
     raise ValueError(f"drafter must be one of {names}; got {name!r}")
 

@@ -34,7 +34,7 @@ class Options:
       drafter: what proposes tokens.
       draft_model: source of the drafter `draft-model`.
       exit_layer: layers that the drafter `early-exit` runs.
-      head: folder or hub id of the head that `eagle3` and `hybrid-eagle3` (n-gram first) draft with.
+      head: folder or hub id of the head that `head` and `hybrid-head` (n-gram first) draft with.
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
       prompt: a prompt; may be given several times.
       prompt_file: a text file with one prompt, or JSON lines with `prompt`, `turns` or `messages`.

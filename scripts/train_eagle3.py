@@ -53,8 +53,7 @@ def evaluate(config: TrainConfig, result: Result) -> None:
         name: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
         for name, texts in read_workloads(config.decode_prompts, 8).items()
     }
-    kind = specjax.Eagle3 if config.recipe == "eagle3" else specjax.PEagle
-    drafter = kind(specjax.load_head(result.folder, target), num_draft=config.steps)
+    drafter = specjax.head_drafter(specjax.load_head(result.folder, target), config.steps)
     table = Table("workload", "length, greedy", "per position", "length, T=1", title="Decoding")
     found = {
         temperature: decode_workloads(

@@ -10,7 +10,9 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.guard import Guard
+from specjax.drafters.heads import head_drafter
 from specjax.drafters.hybrid import Hybrid
+from specjax.drafters.mtp import MTP
 from specjax.drafters.ngram import NGram
 from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
@@ -24,6 +26,7 @@ from specjax.statistics import Statistics
 from specjax.verification import Verification
 
 __all__ = [
+    "MTP",
     "Adaptive",
     "CheckpointError",
     "Completion",
@@ -53,6 +56,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "generate_to_file",
+    "head_drafter",
     "load_head",
     "load_target",
     "load_tokenizer",

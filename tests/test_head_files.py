@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from zoo import tiny_head, tiny_target
 
 import specjax
-from specjax.checkpoints.heads import parse_head_config
+from specjax.checkpoints.eagle import parse_head_config
 from specjax.models.config import LayerConfig
 
 TARGET = tiny_target()

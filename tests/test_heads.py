@@ -11,7 +11,7 @@ from zoo import bigram, tiny_head, tiny_target
 import specjax
 from specjax.drafters.base import Context, Observation
 from specjax.drafters.eagle3 import HeadState
-from specjax.models.heads import default_taps
+from specjax.models.eagle import default_taps
 from specjax.sampling import Processors, Sampling, make_keys
 from specjax.trees import Tree
 
@@ -146,7 +146,7 @@ def test_p_eagle_drafts_in_one_pass(monkeypatch):
     """Passes of the head that a round's program contains, outside of branches that are not taken: one."""
     from specjax.decoding import decode_round, prefill
     from specjax.generate import prepare
-    from specjax.models.heads import EagleHead
+    from specjax.models.eagle import EagleHead
 
     target, calls, run = tiny_target(), [], EagleHead.run
 

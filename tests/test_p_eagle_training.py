@@ -115,8 +115,9 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("size", [512, 7])
+@pytest.mark.parametrize(
+    ("name", "size"), [("plain", 512), pytest.param("deep", 7, marks=pytest.mark.thorough)]
+)
 def test_elements_are_what_drafting_sees(name, size, monkeypatch):
     """Law 7: an element's logits are those of the slot in one pass over its anchor's prefix and the mask tokens."""
     import training.p_eagle
@@ -176,6 +177,7 @@ def test_anchors_are_drawn_among_those_that_count():
     assert not np.array_equal(draws[0].anchor, draws[1].anchor)
 
 
+@pytest.mark.thorough
 def test_loss_of_a_recipe_is_a_mean_over_the_update():
     """Two parts together weigh their elements alike, whatever part they are in."""
     head = tiny_head(TARGET, mask_token_id=5)

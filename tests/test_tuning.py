@@ -63,6 +63,7 @@ def test_costs_start_at_one():
     assert costs[0] == 1 and costs[1] > 0
 
 
+@pytest.mark.thorough
 def test_other_tokens_are_refused_and_translated(tmp_path):
     """The draft reads and proposes the target's ids; tokens that it lacks are never proposed."""
     words = [f"w{i}" for i in range(11)]
@@ -93,6 +94,7 @@ def test_other_tokens_are_refused_and_translated(tmp_path):
         shared_tokens(str(ours), str(folder(tmp_path / "none", ["x", "y"])))
 
 
+@pytest.mark.thorough
 def test_layers_that_change_little_are_found():
     changes = layer_changes(TARGET, PROMPTS)
     assert changes.shape == (2,) and (changes > 0).all()

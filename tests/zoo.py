@@ -1,5 +1,6 @@
 """Small targets and drafters of every temper, for the laws."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.guard import Guard
 from specjax.drafters.hybrid import Hybrid
+from specjax.drafters.mtp import MTP
 from specjax.drafters.ngram import NGram
 from specjax.drafters.ngram_map import NGramMap
 from specjax.drafters.ngram_mod import NGramMod
@@ -22,7 +24,8 @@ from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.tree import StaticTree, TopKTree
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
-from specjax.models.heads import EagleHead, HeadConfig
+from specjax.models.eagle import EagleConfig, EagleHead
+from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Output, Transformer
 from specjax.sampling import DRAFT, stream
 
@@ -65,7 +68,7 @@ def tiny_head(
 ) -> EagleHead:
     """A random head whose distributions are far from uniform; its draft ids are spread over the target's."""
     c = target.config
-    config = HeadConfig(
+    config = EagleConfig(
         decoder=tiny_config(
             c.vocab_size,
             family="qwen3" if qk_norm else "llama",
@@ -86,6 +89,28 @@ def tiny_head(
         head.ids[...] = jnp.sort(
             jax.random.permutation(jax.random.key(seed), c.vocab_size)[:draft_vocab_size]
         ).astype(jnp.int32)
+    return head
+
+
+def tiny_mtp(
+    target: Transformer, seed: int = 4, *, draft_vocab_size: int = 40, **switches
+) -> MTPHead:
+    """A random MTP module of the target's kind; its draft ids are spread over the target's."""
+    c = target.config
+    config = MTPConfig(
+        decoder=replace(c, layers=(LayerConfig(),), tied=False),
+        target_hidden_size=c.hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        taps=(c.num_layers,),
+        **switches,
+    )
+    head = MTPHead(config, rngs=nnx.Rngs(seed))
+    head.readout.head[...] = 3.0 * head.readout.head[...]
+    if config.post_norm:
+        head.target_norm = target.norm
+    if head.ids is not None:
+        order = jax.random.permutation(jax.random.key(seed), c.vocab_size)
+        head.ids[...] = jnp.sort(order[:draft_vocab_size]).astype(jnp.int32)
     return head
 
 
@@ -278,6 +303,8 @@ def drafters(target: Transformer) -> dict[str, Any]:
             ),
             num_draft=4,
         ),
+        "mtp": MTP(tiny_mtp(target), num_draft=3),
+        "mtp-tree": MTP(tiny_mtp(target, post_norm=False), tree=StaticTree((2, 1))),
         "p-eagle": PEagle(tiny_head(target, mask_token_id=60), num_draft=4),
         "p-eagle-deep": PEagle(
             tiny_head(

@@ -8,13 +8,16 @@ from typing import Any, Literal, get_args
 
 from training.losses import Objective
 
+Recipe = Literal["eagle3", "p_eagle", "mtp"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run of a head.
 
     Attributes:
-      recipe: `eagle3` (the training-time test) or `p_eagle` (all drafts in one pass).
+      recipe: `eagle3` (the training-time test), `p_eagle` (all drafts in one pass) or `mtp` (the training-time test of
+        one more layer of the target's kind).
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       data: folder that `scripts/prepare_data.py` wrote.
       output: folder of the run: checkpoints, logs, plot, and in the end the head.
@@ -26,9 +29,12 @@ class TrainConfig:
       mlp_size: of the head; by default the target's.
       taps: layers that the head reads, counted as the layers entered; by default 2, L // 2, L - 3.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
+      train_embedding: whether the head has an embedding of its own, which starts as the target's and is trained.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
       start_from: a head's folder whose parameters to start from.
       mask_token_id: P-EAGLE's mask token: one that never occurs; its embedding is the target's.
+      markov_rank: of P-EAGLE's correction by the draft before; 0 is none.
+      partitions: parts of P-EAGLE's elements that pass one after the other, to save memory.
       steps: S, tokens drafted in training.
       keep, keep_least: P-EAGLE keeps a share max(keep ** d, keep_least) of the anchors to depth d.
       step_decay: factor on the loss of each further step.
@@ -57,7 +63,7 @@ class TrainConfig:
     target: str
     data: Path
     output: Path
-    recipe: Literal["eagle3", "p_eagle"] = "eagle3"
+    recipe: Recipe = "eagle3"
     features: Literal["online", "offline"] = "online"
     feature_folder: Path | None = None
     draft_vocab_size: int = 8192
@@ -68,9 +74,12 @@ class TrainConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    train_embedding: bool = False
     train_readout: bool = True
     start_from: Path | None = None
     mask_token_id: int | None = None
+    markov_rank: int = 0
+    partitions: int = 1
     steps: int = 4
     keep: float = 0.8
     keep_least: float = 0.2
@@ -106,7 +115,13 @@ class TrainConfig:
                 name = getattr(field.type, "__name__", field.type)
                 raise ValueError(f"{field.name} must be {name}, got {value!r}")
         whole = ("steps", "batch_size", "accumulate", "num_layers", "log_every", "save_every")
-        whole += ("evaluate_every", "data_parallel", "model_parallel", "decode_tokens")
+        whole += (
+            "evaluate_every",
+            "data_parallel",
+            "model_parallel",
+            "decode_tokens",
+            "partitions",
+        )
         for name in whole:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -114,6 +129,15 @@ class TrainConfig:
             raise ValueError(
                 f"mask_token_id must be given for p_eagle, and only for it; got {self.mask_token_id} for {self.recipe}"
             )
+        if self.recipe != "p_eagle" and (self.markov_rank or self.partitions > 1):
+            raise ValueError(
+                f"markov_rank and partitions are p_eagle's; got {self.markov_rank} and {self.partitions} for {self.recipe}"
+            )
+        eagle = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if self.recipe == "mtp" and (given := [name for name in eagle if getattr(self, name)]):
+            raise ValueError(f"{', '.join(given)}: an MTP module has no such switches")
+        if self.recipe == "mtp" and (self.taps is not None or self.mlp_size is not None):
+            raise ValueError("taps and mlp_size of an MTP module are the target's own; got others")
         if self.recipe == "p_eagle" and self.steps < 2:
             raise ValueError(f"steps must be at least 2 for p_eagle, got {self.steps}")
         if self.max_updates is not None and self.max_updates < 1:
@@ -129,8 +153,9 @@ class TrainConfig:
         for name in ("warmup", "final_share"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
-        if self.draft_vocab_size < 0 or self.weight_decay < 0:
-            raise ValueError("draft_vocab_size and weight_decay must not be negative")
+        for name in ("draft_vocab_size", "weight_decay", "markov_rank"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         if self.batch_size % (self.accumulate * self.data_parallel):
             raise ValueError(
                 f"batch_size must be a multiple of accumulate x data_parallel = "

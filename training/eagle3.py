@@ -133,7 +133,7 @@ def unroll(head: Any, target: Any, batch: Batch, taps: Array, steps: int) -> Arr
     """What each step makes of every anchor.
 
     Args:
-      head: an `EagleHead`.
+      head: a `Head`.
       target: for the embedding, where the head has none of its own.
       batch: sequences.
       taps: [B, T, A, Ht], the target's states.
@@ -159,6 +159,7 @@ def unroll(head: Any, target: Any, batch: Batch, taps: Array, steps: int) -> Arr
             batch.document,
             scale=decoder.scale,
             window=decoder.layers[i].window,
+            softcap=decoder.attention_softcap,
         )
 
     hidden, states = head.fuse(taps), []

@@ -55,7 +55,8 @@ def hidden_states(target: Transformer, batch: Batch, taps: tuple[int, ...]) -> t
     x, tapped = target.embed(batch.tokens), {}
     for i, (layer, c) in enumerate(zip(target.layers, config.layers, strict=True)):
         tapped[i] = x
-        query, key, value = layer.attention.split(layer.attention_norm(x), angles[c.rope])
+        normed = layer.attention_norm(x)
+        query, key, value = layer.attention.split(normed, angles[c.rope])
         mixed = attend_anchors(
             query,
             [key],
@@ -65,7 +66,7 @@ def hidden_states(target: Transformer, batch: Batch, taps: tuple[int, ...]) -> t
             window=c.window,
             softcap=config.attention_softcap,
         )
-        x = layer.leave(x, layer.attention.join(mixed))
+        x = layer.leave(x, layer.attention.join(mixed, normed))
     tapped[config.num_layers] = x
     return jnp.stack([tapped[i] for i in taps], axis=2), x
 

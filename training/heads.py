@@ -2,34 +2,58 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax.checkpoints.heads import load_head
 from specjax.models.config import LayerConfig, Rope
-from specjax.models.heads import EagleHead, HeadConfig, check_head, default_taps
+from specjax.models.eagle import EagleConfig, EagleHead, default_taps
+from specjax.models.heads import Head, check_head
+from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Transformer
 from training.config import TrainConfig
 from training.data import Summary
 
+# whose decoder layer a config.json describes in the fields that `save_head` writes
+MTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
-def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -> EagleHead:
+
+def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -> Head:
     """A head for a target: random layers, the target's rows as vocabulary.
 
     Args:
       ids: int32[Vd], the draft vocabulary; None is the target's.
     """
+    size = target.vocab_size if ids is None else len(ids)
+    head = (_mtp_head if config.recipe == "mtp" else _eagle_head)(config, target, size)
+    rows = target.head[...] if ids is None else target.head[...][:, ids]
+    head.readout.head = nnx.Param(jnp.array(rows, jnp.float32, copy=True))  # it is donated
+    if ids is not None:
+        head.ids = nnx.Variable(jnp.asarray(ids))
+    if head.embedding is not None:
+        table = target.lookup(jnp.arange(target.vocab_size)[None])[0]
+        head.embedding = nnx.Param(jnp.array(table, jnp.float32, copy=True))
+    return head
+
+
+def _exported(ropes: tuple[Rope, ...]) -> tuple[Rope, ...]:
+    """GGUF's table of factors has no counterpart in a head's config.json."""
+    return tuple(Rope(theta=r.theta) if r.kind == "factors" else r for r in ropes)
+
+
+def _eagle_head(config: TrainConfig, target: Transformer, draft_vocab_size: int) -> EagleHead:
     c = target.config
     taps = default_taps(c.num_layers) if config.taps is None else config.taps
-    shape = HeadConfig(
+    shape = EagleConfig(
         decoder=replace(
             c,
             family="llama",
             layers=(LayerConfig(),) * config.num_layers,
-            # GGUF's table of factors has no counterpart in a head's config.json
-            ropes=(Rope(theta=c.ropes[0].theta) if c.ropes[0].kind == "factors" else c.ropes[0],),
+            ropes=_exported(c.ropes[:1]),
             mlp_size=config.mlp_size or c.mlp_size,
             tied=False,
             qkv_bias=False,
@@ -44,28 +68,56 @@ def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -
             logit_softcap=None,
             num_experts=0,
             rotary_dim=None,
+            norm_offset=0.0,
         ),
         target_hidden_size=c.hidden_size,
-        draft_vocab_size=c.vocab_size if ids is None else len(ids),
+        draft_vocab_size=draft_vocab_size,
         taps=tuple(taps),
+        own_embedding=config.train_embedding,
+        trained_depth=config.steps,
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         mask_token_id=config.mask_token_id,
+        markov_rank=config.markov_rank,
     )
     check_head(shape, target)
-    head = EagleHead(shape, rngs=nnx.Rngs(config.seed))
-    rows = target.head[...] if ids is None else target.head[...][:, ids]
-    head.readout.head = nnx.Param(jnp.array(rows, jnp.float32, copy=True))  # it is donated
-    if ids is not None:
-        head.ids = nnx.Variable(jnp.asarray(ids))
+    return EagleHead(shape, rngs=nnx.Rngs(config.seed))
+
+
+def _mtp_head(config: TrainConfig, target: Transformer, draft_vocab_size: int) -> MTPHead:
+    """Its layers start as the target's last, and the projection as the choice of the hidden state."""
+    c = target.config
+    if c.family not in MTP_FAMILIES or config.num_layers != 1:
+        raise ValueError(
+            f"recipe mtp trains one layer for targets of the families {', '.join(MTP_FAMILIES)}; "
+            f"got {config.num_layers} for {c.family}"
+        )
+    shape = MTPConfig(
+        decoder=replace(c, layers=c.layers[-1:], ropes=_exported(c.ropes), tied=False),
+        target_hidden_size=c.hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        taps=(c.num_layers,),
+        own_embedding=config.train_embedding,
+        trained_depth=config.steps,
+    )
+    check_head(shape, target)
+    head = MTPHead(shape, rngs=nnx.Rngs(config.seed))
+
+    def copy(module: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), module)
+
+    head.layers = nnx.List([copy(target.layers[-1])])
+    head.target_norm = copy(target.norm)
+    eye = jnp.eye(c.hidden_size)
+    head.projection = nnx.Param(jnp.concatenate([jnp.zeros_like(eye), eye]))
     return head
 
 
 def make_head(
     config: TrainConfig, target: Transformer, summary: Summary, stops: Sequence[int]
-) -> EagleHead:
+) -> Head:
     """The head that a run starts from."""
     if config.start_from is not None:
         return load_head(config.start_from, target, dtype=jnp.float32)
@@ -75,5 +127,7 @@ def make_head(
 
 
 def is_trained(readout: bool, name: str) -> bool:
-    """Whether a parameter of a head is trained: all but the map of ids, and the vocabulary's rows if `readout` is off."""
-    return name != "ids" and (readout or name != "readout.head")
+    """Whether a parameter of a head is trained: all but the map of ids and the target's own norm, and the vocabulary's
+    rows if `readout` is off."""
+    frozen = ("ids", "target_norm.weight")
+    return name not in frozen and (readout or name != "readout.head")

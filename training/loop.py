@@ -20,7 +20,7 @@ from rich.console import Console
 
 import specjax
 from specjax.checkpoints.head_export import save_head
-from specjax.models.heads import EagleHead
+from specjax.models.heads import Head
 from specjax.models.transformer import Transformer
 from training.checkpoints import RunCheckpoints
 from training.config import TrainConfig
@@ -55,7 +55,7 @@ class Result:
       simulated_length: of the best head on the validation sequences.
     """
 
-    head: EagleHead
+    head: Head
     folder: Path
     updates: int
     simulated_length: float
@@ -149,11 +149,13 @@ def train(
 
 def make_recipe(config: TrainConfig, summary: Summary) -> Recipe:
     """What the run minimises."""
-    if config.recipe == "eagle3":
+    if config.recipe != "p_eagle":
         return Eagle3Recipe(config.steps, config.step_decay, config.objective)
     density = summary.wanted["train"] / (summary.sequences["train"] * summary.length)
-    shape = layout(summary.length, config.steps, config.keep, config.keep_least, density)
-    return PEagleRecipe(shape, config.objective)
+    shape = layout(
+        summary.length, config.steps, config.keep, config.keep_least, density, config.partitions
+    )
+    return PEagleRecipe(shape, config.objective, config.partitions)
 
 
 def check_data(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from specjax.drafters.chain import Vocabulary
 from training.parameters import split
 
 Objective = Literal["kl", "ce", "nla", "lk_hybrid"]
@@ -140,6 +141,7 @@ def row_loss(
     teacher: Teacher,
     valid: Array,
     weights: Array,
+    previous: Array | None = None,
     *,
     objective: Objective = "kl",
     trained: Callable[[str], bool] = lambda _: True,
@@ -157,6 +159,8 @@ def row_loss(
       teacher: what the target says, [B, T, ...].
       valid: bool[S, B, T], rows that count.
       weights: float32[S], factor on each row's loss.
+      previous: int32[S, B, T], the token that is drafted before each row's, for heads with a correction by it; negative
+        where there is none.
       objective: see `divergence`.
       trained: which of the head's parameters get gradients, by name.
       chunk: C, rows whose logits exist at a time.
@@ -167,11 +171,7 @@ def row_loss(
     """
     steps, batch, length = states.shape[:3]
     ids = head.target_ids
-    if ids is None:
-        place = jnp.arange(target.vocab_size, dtype=jnp.int32)
-    else:
-        place = jnp.full(target.vocab_size, -1, jnp.int32)
-        place = place.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+    vocabulary = Vocabulary(ids, target.vocab_size)
     piece_length = max(
         1, min(length, chunk // batch)
     )  # cut along T: the batch may lie on several devices
@@ -190,11 +190,13 @@ def row_loss(
         "counted": pieces(valid, 2),
         "log_total": None if teacher.log_total is None else pieces(teacher.log_total, 1),
         "best": None if teacher.best is None else pieces(teacher.best, 1),
+        "previous": None if previous is None else pieces(vocabulary.own(previous), 2),
     }
 
     def piece(params: Any, constants: Any, states: Array, others: Any) -> tuple[Array, Any]:
         readout = structure.join(params, constants["frozen"])
-        target, ids, place = constants["target"], constants["ids"], constants["place"]
+        target, vocabulary = constants["target"], constants["vocabulary"]
+        ids = vocabulary.ids
         log_total, best = others["log_total"], others["best"]
         if log_total is None or best is None:
             logits = target.logits(others["last"])
@@ -205,14 +207,14 @@ def row_loss(
             logits = target.logits(others["last"], ids)
         log_p = jax.nn.log_softmax(logits, axis=-1)
         covered = jnp.exp(jnp.minimum(jax.nn.logsumexp(logits, axis=-1) - log_total, 0.0))
-        best = place[best]  # -1: outside the draft vocabulary
+        best = vocabulary.own(best)  # -1: outside the draft vocabulary
 
-        def step(state: Array) -> tuple[Array, Array, Array]:
-            log_q = jax.nn.log_softmax(readout(state), axis=-1)
+        def step(state: Array, previous: Array | None) -> tuple[Array, Array, Array]:
+            log_q = jax.nn.log_softmax(readout(state, previous), axis=-1)
             loss, acceptance = divergence(objective, log_p, log_q, covered)
             return loss, acceptance, jnp.argmax(log_q, axis=-1) == best
 
-        loss, acceptance, right = jax.vmap(step)(states)  # [S, B, piece]
+        loss, acceptance, right = jax.vmap(step)(states, others["previous"])  # [S, B, piece]
         used = others["counted"] & (best >= 0)
         loss = jnp.where(used, loss, 0.0) * constants["weights"][:, None, None]
         return jnp.sum(loss), (right, acceptance)
@@ -220,8 +222,7 @@ def row_loss(
     constants = {
         "frozen": frozen,
         "target": target,
-        "ids": ids,
-        "place": place,
+        "vocabulary": vocabulary,
         "weights": weights.astype(jnp.float32),
     }
     swept: Any = sweep(piece, params, constants, pieces(states, 2), others)

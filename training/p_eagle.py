@@ -52,8 +52,23 @@ class Layout:
         found = starts[None] + self.number[:, None]
         return np.where(depths[None] < self.depth[:, None], found, -1).astype(np.int32)
 
+    def parts(self, count: int) -> tuple["Layout", np.ndarray]:
+        """Every `count`-th anchor with its whole chain: the layout of each such part, and int32[count, E / count], which
+        elements it has."""
+        small = Layout(tuple(n // count for n in self.counts))
+        starts = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+        places = starts[small.depth - 1] + count * small.number
+        return small, (places[None] + np.arange(count)[:, None]).astype(np.int32)
 
-def layout(length: int, depths: int, ratio: float, floor: float, density: float = 1.0) -> Layout:
+
+def layout(
+    length: int,
+    depths: int,
+    ratio: float,
+    floor: float,
+    density: float = 1.0,
+    partitions: int = 1,
+) -> Layout:
     """Conditional drop-token sampling in fixed numbers: depth d keeps a share max(ratio ** d, floor) of the anchors.
 
     Args:
@@ -61,6 +76,7 @@ def layout(length: int, depths: int, ratio: float, floor: float, density: float 
       depths: K.
       ratio, floor: see above.
       density: share of tokens that can be anchors at all.
+      partitions: what the numbers must be multiples of.
 
     Raises:
       ValueError: shares outside (0, 1].
@@ -69,7 +85,8 @@ def layout(length: int, depths: int, ratio: float, floor: float, density: float 
         if not 0 < value <= 1:
             raise ValueError(f"{name} must be in (0, 1], got {value}")
     shares = [max(ratio**d, floor) for d in range(1, depths)]
-    return Layout(tuple(max(1, int(length * density * share)) for share in shares))
+    counts = (int(length * density * share) // partitions * partitions for share in shares)
+    return Layout(tuple(max(partitions, n) for n in counts))
 
 
 @struct.dataclass
@@ -85,6 +102,12 @@ class Elements:
     anchor: Array
     valid: Array
     layout: Layout = struct.field(pytree_node=False)
+
+    def previous(self, tokens: Array) -> Array:
+        """int32[B, E], the token before the one that each element predicts, of [B, T]: what was drafted before it, if all
+        went well."""
+        at = jnp.minimum(self.anchor + self.layout.depth + 1, tokens.shape[1] - 1)
+        return jnp.take_along_axis(tokens, at, axis=1)
 
 
 def sample(key: Array, valid: Array, shape: Layout) -> Elements:

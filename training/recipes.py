@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
 from training.eagle3 import Batch, supervised, unroll
 from training.losses import Objective, Rows, Teacher, head_loss, row_loss
-from training.p_eagle import Layout, aligned_teacher, sample, unroll_parallel
+from training.p_eagle import Elements, Layout, aligned_teacher, sample, unroll_parallel
 
 Trained = Callable[[str], bool]
 
@@ -145,10 +146,14 @@ class PEagleRecipe:
     Attributes:
       layout: anchors kept to each depth.
       objective: see `losses.divergence`; one mean over all elements of all depths.
+      partitions: parts of the masked elements that pass one after the other, so that only one part's activations exist at
+        a time. Gradients stay exact; the rows of depth 0, which all of them see, are computed again for each (P-EAGLE's
+        algorithm 1, cut by chains in place of positions).
     """
 
     layout: Layout
     objective: Objective
+    partitions: int = 1
 
     @property
     def depths(self) -> int:
@@ -174,18 +179,40 @@ class PEagleRecipe:
     ) -> tuple[Array, Tally]:
         valid = supervised(batch, self.depths)
         elements = sample(key, valid, self.layout)
-        near, far = unroll_parallel(head, target, batch, taps, elements)
-        loss, rows = row_loss(
-            head,
-            target,
-            jnp.concatenate([near, far], axis=1)[None],
-            aligned_teacher(teacher, elements),
-            jnp.concatenate([valid[0], elements.valid], axis=1)[None],
-            weights,
-            objective=self.objective,
-            trained=trained,
-        )
-        return loss, self._tally(jax.lax.stop_gradient(rows), valid[0], elements.valid, elements)
+        small, places = self.layout.parts(self.partitions)
+        size, counted = batch.tokens.shape[1], jnp.arange(self.partitions) == 0
+
+        def part(loss: Array, given: tuple[Array, Array]) -> tuple[Array, Rows]:
+            at, first = given
+            mine = Elements(
+                anchor=elements.anchor[:, at], valid=elements.valid[:, at], layout=small
+            )
+            near, far = unroll_parallel(head, target, batch, taps, mine)
+            previous = jnp.pad(mine.previous(batch.tokens), ((0, 0), (size, 0)), constant_values=-1)
+            added, rows = row_loss(
+                head,
+                target,
+                jnp.concatenate([near, far], axis=1)[None],
+                aligned_teacher(teacher, mine),
+                jnp.concatenate([valid[0] & first, mine.valid], axis=1)[None],
+                weights,
+                previous[None],
+                objective=self.objective,
+                trained=trained,
+            )
+            return loss + added, rows
+
+        run = part if self.partitions == 1 else jax.checkpoint(part)
+        loss, rows = jax.lax.scan(run, jnp.float32(0), (jnp.asarray(places), counted))
+        back = np.argsort(places.reshape(-1))
+
+        def whole(x: Array) -> Array:
+            """[partitions, 1, B, T + E / partitions] -> [1, B, T + E]."""
+            far = jnp.moveaxis(x[..., size:], 0, 2).reshape(*x.shape[1:3], -1)
+            return jnp.concatenate([x[0, ..., :size], far[..., back]], axis=-1)
+
+        rows = jax.tree.map(whole, jax.lax.stop_gradient(rows))
+        return loss, self._tally(rows, valid[0], elements.valid, elements)
 
     def _tally(self, rows: Rows, first: Array, deep: Array, elements: Any) -> Tally:
         """Chains are followed along the anchors that are kept; depth 0 is counted over all anchors."""

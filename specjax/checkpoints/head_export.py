@@ -1,4 +1,4 @@
-"""EAGLE-3 heads out, in layouts that vLLM, SGLang, TensorRT-LLM and speculators load."""
+"""Heads out, in layouts that vLLM, SGLang, TensorRT-LLM and speculators load."""
 
 import json
 import os
@@ -11,19 +11,22 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specjax.checkpoints.heads import head_parts
+from specjax.checkpoints.eagle import head_parts
+from specjax.checkpoints.mtp import file_names, mtp_parts
 from specjax.checkpoints.weights import Part
 from specjax.models.config import Rope, TransformerConfig
-from specjax.models.heads import EagleHead, HeadConfig
+from specjax.models.eagle import EagleConfig
+from specjax.models.heads import Head
+from specjax.models.mtp import MTPConfig
 from specjax.models.transformer import Transformer
 
-Layout = Literal["sglang", "speculators"]
+Layout = Literal["sglang", "speculators", "deepseek"]
 
 
 def save_head(
-    head: EagleHead,
+    head: Head,
     path: str | os.PathLike,
-    layout: Layout = "sglang",
+    layout: Layout | None = None,
     *,
     target: Any = None,
     verifier: str | None = None,
@@ -37,7 +40,8 @@ def save_head(
       path: folder, made if need be; a head that lies there is replaced.
       layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load, heads of one
         layer at least; norm_before_residual, q/k norms and biases only vLLM reads of it. `speculators` is read by
-        speculators and vLLM.
+        speculators and vLLM. `deepseek` is an MTP module's: the names under which modules lie in their target's files, for
+        a target of this layout to take in. None is `deepseek` for MTP modules and `sglang` for others.
       target: the model it drafts for; its embedding goes into speculators' layout.
       verifier: hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
       dtype: of all that is written; None keeps the head's own (norms are float32), so that reading it again gives the
@@ -45,13 +49,22 @@ def save_head(
       num_draft: the number of drafted tokens that speculators' layout proposes to servers.
 
     Raises:
-      ValueError: an unknown layout.
+      ValueError: an unknown layout, or one that the head has none of.
     """
+    module = isinstance(head.config, MTPConfig)
+    layout = layout or ("deepseek" if module else "sglang")
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    if module != (layout == "deepseek"):
+        kind = "an MTP module" if module else type(head).__name__
+        raise ValueError(f"layout {layout!r} is not one of {kind}; got {kind}")
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
     dtype = jnp.dtype(head.dtype if dtype is None else dtype)
-    if layout == "speculators":
+    if isinstance(head.config, MTPConfig):
+        config = _mtp_config(head.config)
+        name = file_names("deepseek", head.config.taps[0])
+        tensors = {name(ours): x for ours, x in tensors.items()}
+    elif layout == "speculators":
         config = _speculators_config(head.config, target, verifier, num_draft)
         if isinstance(target, Transformer) and head.embedding is None:
             every = jnp.arange(target.vocab_size)[None]
@@ -77,10 +90,10 @@ def save_head(
             partial.unlink(missing_ok=True)
 
 
-def _tensors(head: EagleHead, dtype: np.dtype | None) -> dict[str, np.ndarray]:
-    """Every tensor in speculators' names, [out, in] as torch has them."""
+def _tensors(head: Head, dtype: np.dtype | None) -> dict[str, np.ndarray]:
+    """Every tensor in the loader's names, [out, in] as torch has them."""
     config = head.config
-    parts = head_parts(config)
+    parts = mtp_parts(config) if isinstance(config, MTPConfig) else head_parts(config)
     leaves = jax.tree_util.tree_flatten_with_path(head)[0]
     found = {
         jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value"): leaf
@@ -104,6 +117,8 @@ def _read(parameter: np.ndarray, part: Part, dtype: np.dtype | None) -> np.ndarr
     view = parameter[part.index or ...]
     if part.columns:
         view = view.reshape(view.shape[0], -1).T
+    if part.add:
+        view = view - np.float32(part.add)
     view = np.ascontiguousarray(view.reshape(part.shape))
     return view if dtype is None else view.astype(dtype)
 
@@ -159,6 +174,16 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
         "attention_bias": decoder.qkv_bias,
         "mlp_bias": decoder.mlp_bias,
     }
+    if decoder.rotary != decoder.head_dim:
+        fields["partial_rotary_factor"] = decoder.rotary / decoder.head_dim
+    if decoder.num_experts:
+        fields |= {
+            "num_experts": decoder.num_experts,
+            "num_experts_per_tok": decoder.experts_per_token,
+            "moe_intermediate_size": decoder.expert_size,
+            "norm_topk_prob": decoder.normalize_experts,
+            "decoder_sparse_step": 1,
+        }
     if any(windows):
         fields["sliding_window"] = next(w for w in windows if w)
         fields["layer_types"] = [
@@ -167,7 +192,7 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
     return fields
 
 
-def _switches(config: HeadConfig) -> dict[str, Any]:
+def _switches(config: EagleConfig) -> dict[str, Any]:
     same = config.target_hidden_size == config.decoder.hidden_size
     masks = {}
     if config.mask_token_id is not None:  # by the names that engines and trainers look for
@@ -175,9 +200,11 @@ def _switches(config: HeadConfig) -> dict[str, Any]:
             "mask_token_id": config.mask_token_id,
             "ptd_token_id": config.mask_token_id,
             "parallel_drafting": True,
+            "markov_rank": config.markov_rank or None,
         }
     return {
         **masks,
+        "num_depths": config.trained_depth,
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
@@ -189,7 +216,27 @@ def _switches(config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def _flat_config(config: HeadConfig) -> dict[str, Any]:
+def _mtp_config(config: MTPConfig) -> dict[str, Any]:
+    """As a target with one module has it, and what a module alone must say besides."""
+    decoder, layers = config.decoder, config.taps[0]
+    kinds = _decoder_fields(decoder).get("layer_types")
+    fields = {
+        **_decoder_fields(decoder),
+        "model_type": decoder.family,
+        "num_hidden_layers": layers,
+        "layer_types": kinds and kinds * layers,
+        "use_sliding_window": bool(kinds) or None,
+        "num_nextn_predict_layers": 1,
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_depths": config.trained_depth,
+        "own_embedding": config.own_embedding,
+        "mtp_hidden": "post_norm" if config.post_norm else "pre_norm",
+        "mtp_zero_first": config.zero_first,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _flat_config(config: EagleConfig) -> dict[str, Any]:
     fields = {
         **_decoder_fields(config.decoder),
         **_switches(config),
@@ -207,7 +254,7 @@ def _flat_config(config: HeadConfig) -> dict[str, Any]:
 
 
 def _speculators_config(
-    config: HeadConfig, target: Any, verifier: str | None, num_draft: int
+    config: EagleConfig, target: Any, verifier: str | None, num_draft: int
 ) -> dict[str, Any]:
     family = getattr(getattr(target, "config", None), "family", None)
     names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

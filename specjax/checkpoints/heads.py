@@ -1,244 +1,37 @@
-"""EAGLE-3 and P-EAGLE heads in: the layouts of SafeAILab, SpecForge and SGLang, speculators, and ModelOpt.
-
-They hold the same tensors under slightly different names, and differ in what their config.json says and leaves out.
-"""
+"""Heads in, of every kind and layout."""
 
 import os
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.checkpoints.huggingface import FLOATS, SafetensorsFolder, parse_config, read_json
-from specjax.checkpoints.sources import resolve
-from specjax.checkpoints.weights import (
-    CheckpointError,
-    Part,
-    Parts,
-    attention_parts,
-    check_tensors,
-    fill_parameters,
-    mlp_parts,
+from specjax.checkpoints.eagle import head_parts, head_tensor, parse_head_config
+from specjax.checkpoints.huggingface import FLOATS, SafetensorsFolder, read_json
+from specjax.checkpoints.mtp import (
+    DIALECTS,
+    mtp_dialect,
+    mtp_parts,
+    mtp_renamer,
+    parse_mtp_config,
 )
-from specjax.models.config import TransformerConfig
-from specjax.models.heads import EagleHead, HeadConfig, check_head, default_taps
+from specjax.checkpoints.sources import resolve
+from specjax.checkpoints.weights import CheckpointError, Parts, check_tensors, fill_parameters
+from specjax.models.eagle import EagleConfig, EagleHead
+from specjax.models.heads import Head, HeadConfig, check_head
+from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Transformer
 
 PICKLED = (
     "Pickled weights (pytorch_model.bin) can run code when opened and are refused; convert them with "
     "safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')"
 )
-SPELLINGS = {"midlayer.": "layers.0.", "aux_norm_": "fc_norm."}
-TAP_NORMS = {
-    "fc_norm.low.": "fc_norm.0.",
-    "fc_norm.mid.": "fc_norm.1.",
-    "fc_norm.high.": "fc_norm.2.",
-}
 MAPS = ("d2t", "t2d")
-# Fields of a head's config.json that change its network in a way that is not built here.
-UNSUPPORTED = {"eh_proj_before_attn": False, "logit_scale": 1.0, "bias": False}
-
-
-def head_tensor(name: str) -> str:
-    """A tensor's name in any layout -> speculators' (`layers.0.`, no prefix)."""
-    name = name.removeprefix("model.")
-    for theirs, ours in (*SPELLINGS.items(), *TAP_NORMS.items()):
-        name = name.replace(theirs, ours, 1) if name.startswith(theirs) else name
-    return name
-
-
-def parse_head_config(
-    raw: dict[str, Any],
-    target: TransformerConfig | None,
-    where: str = "config.json",
-    taps: tuple[int, ...] | None = None,
-) -> HeadConfig:
-    """A head's config.json in any of the layouts.
-
-    Args:
-      raw: its content.
-      target: the model it was made for; needed where the file says nothing of the taps.
-      where: the file, for messages.
-      taps: what to read in place of what the file says.
-
-    Raises:
-      CheckpointError: another kind of head, or fields that contradict one another.
-    """
-    nested = raw.get("transformer_layer_config")
-    kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle3", "peagle") or (kind and not isinstance(nested, dict)):
-        raise CheckpointError(
-            f"{where}: speculators_model_type must be eagle3 or peagle, with a transformer_layer_config; got {kind!r}"
-        )
-    fields = dict(nested) if isinstance(nested, dict) else dict(raw)
-    fields.setdefault("model_type", "llama")
-    eagle = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), dict) else {}
-    assert isinstance(eagle, dict)
-    for name, harmless in UNSUPPORTED.items():
-        if (got := eagle.get(name, raw.get(name))) not in (None, harmless):
-            raise CheckpointError(
-                f"{where}: {name} {got!r} is not supported, expected {harmless!r}"
-            )
-    if not eagle.get("use_aux_hidden_state", True):
-        raise CheckpointError(
-            f"{where}: use_aux_hidden_state false: heads that read the last hidden state alone are not supported"
-        )
-    if fields.get("model_type") not in ("llama", "qwen3"):
-        raise CheckpointError(
-            f"{where}: a head's model_type must be llama or qwen3, got {fields.get('model_type')!r}"
-        )
-    decoder = _windows(parse_config(fields, where), fields, where)
-    if taps is None:
-        taps = _taps(raw, eagle, target, where)
-    count = raw.get("num_aux_hidden_states")
-    if count is not None and count != len(taps):
-        raise CheckpointError(
-            f"{where}: num_aux_hidden_states is {count}, but there are {len(taps)} taps: {taps}"
-        )
-
-    def switch(name: str, default: bool = False) -> bool:
-        value = eagle.get(name, raw.get(name))
-        return default if value is None else bool(value)
-
-    width = raw.get("target_hidden_size") or decoder.hidden_size
-    draft = raw.get("draft_vocab_size") or decoder.vocab_size
-    try:
-        return HeadConfig(
-            decoder=replace(
-                decoder,
-                tied=False,
-                normalize_experts=True,
-                rotary_dim=None if decoder.rotary == decoder.head_dim else decoder.rotary,
-            ),
-            target_hidden_size=int(width),
-            draft_vocab_size=int(draft),
-            taps=taps,
-            # what speculators' own reader takes a missing key to mean
-            norm_before_residual=switch("norm_before_residual", kind == "eagle3"),
-            norm_before_fc=switch("norm_before_fc"),
-            fc_norm=switch("fc_norm") or switch("use_aux_norm"),
-            norm_output=switch("norm_output") or switch("return_hidden_post_norm"),
-            own_embedding=int(width) != decoder.hidden_size,
-            mask_token_id=_mask_token(raw, kind, where),
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
-
-
-def _mask_token(raw: dict[str, Any], kind: str | None, where: str) -> int | None:
-    """P-EAGLE's mask token, under any of its names; None for EAGLE-3."""
-    names = ("mask_token_id", "pard_token", "ptd_token_id")
-    found = {name: raw[name] for name in names if raw.get(name) is not None}
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"{where}: the mask tokens contradict one another: {found}")
-    if kind == "peagle" and not found:
-        raise CheckpointError(f"{where}: a P-EAGLE head without {' or '.join(names)}")
-    return None if kind == "eagle3" or not found else int(next(iter(found.values())))
-
-
-def _windows(decoder: TransformerConfig, fields: dict[str, Any], where: str) -> TransformerConfig:
-    """With the sliding windows that speculators writes for heads of every kind."""
-    types, window = fields.get("layer_types"), fields.get("sliding_window")
-    if not types or not window:
-        return decoder
-    kinds = ("full_attention", "sliding_attention")
-    if len(types) != decoder.num_layers or any(kind not in kinds for kind in types):
-        raise CheckpointError(
-            f"{where}: layer_types must name the kinds of the head's {decoder.num_layers} layers, each one of "
-            f"{', '.join(kinds)}; got {types}"
-        )
-    layers = tuple(
-        replace(layer, window=int(window) if kind == "sliding_attention" else None)
-        for layer, kind in zip(decoder.layers, types, strict=True)
-    )
-    return replace(decoder, layers=layers)
-
-
-def _taps(
-    raw: dict[str, Any], eagle: dict[str, Any], target: TransformerConfig | None, where: str
-) -> tuple[int, ...]:
-    """Which streams the head reads, counted as the layers that they enter.
-
-    vLLM and speculators write just that at the top level (vLLM also as `eagle_config.layer_ids`); SpecForge, ModelOpt and
-    TensorRT-LLM write, in `eagle_config`, the layers that they leave, which usually begin with 1. Some heads have the
-    layers entered there too: SGLang tells them by another beginning, and here they must be confirmed.
-    """
-    top, inner = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, eagle))
-    top = top or eagle.get("layer_ids")
-    entered = [int(i) for i in top] if top else None
-    left = [int(i) + 1 for i in inner] if inner else None
-    if inner and not entered and int(inner[0]) != 1:
-        raise CheckpointError(
-            f"{where}: eagle_config names layers {inner}, which may be those left or those entered; say with taps=(...) "
-            f"which layers' inputs the head reads: {tuple(left or ())} if it names the layers left"
-        )
-    if inner and entered and left and entered not in (left, [int(i) for i in inner]):
-        raise CheckpointError(
-            f"{where}: the layer ids contradict one another: {entered} at the top level are layers entered, and "
-            f"{inner} in eagle_config are layers left, which would be {left}; say which with taps=(...)"
-        )
-    if found := entered or left:
-        return tuple(found)
-    if target is None:
-        raise CheckpointError(f"{where}: no layer ids; pass the target, or taps=(...)")
-    try:
-        return default_taps(target.num_layers)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-
-
-def head_parts(config: HeadConfig, names: set[str] | None = None) -> Parts:
-    """For each parameter of an `EagleHead`, the tensors that make it up, in speculators' names.
-
-    Args:
-      config: of the head.
-      names: of the tensors that are there, where some parts may have one of two names or be missing.
-    """
-    decoder, count = config.decoder, len(config.taps)
-    width, wide = decoder.hidden_size, count * config.target_hidden_size
-
-    def norm(name: str, size: int = width) -> list[Part]:
-        return [Part(f"{name}.weight", (size,))]
-
-    parts: Parts = {
-        "fc": [Part("fc.weight", (width, wide), (), True)],
-        "readout.norm.weight": norm("norm"),
-        "readout.head": [Part("lm_head.weight", (config.draft_vocab_size, width), (), True)],
-    }
-    if config.own_embedding:
-        parts["embedding"] = [Part("embed_tokens.weight", (decoder.vocab_size, width))]
-    if config.mask_token_id is not None:
-        parts["mask_hidden"] = [Part("mask_hidden", (1, 1, wide))]
-    if config.norm_before_fc:
-        parts["input_norm.weight"] = norm("input_norm", wide)
-    if config.fc_norm:
-        for i in range(count):
-            parts[f"tap_norms[{i}].weight"] = norm(f"fc_norm.{i}", config.target_hidden_size)
-    for i in range(decoder.num_layers):
-        there = f"layers.{i}"
-        here = "first" if i == 0 else f"others[{i - 1}]"
-        inputs = 2 * width if i == 0 else width
-        for name, pieces in attention_parts(decoder, f"{there}.self_attn", inputs):
-            parts[f"{here}.attention.{name}"] = pieces
-        for name, pieces in mlp_parts(decoder, f"{there}.mlp"):
-            parts[f"{here}.mlp.{name}"] = pieces
-        if decoder.qk_norm:
-            for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-                parts[f"{here}.attention.{ours}.weight"] = norm(
-                    f"{there}.self_attn.{theirs}", decoder.head_dim
-                )
-        before, fused = f"{there}.input_layernorm", f"{there}.hidden_norm"
-        if i == 0:
-            parts["first.embedding_norm.weight"] = norm(before)
-            parts["first.hidden_norm.weight"] = norm(fused)
-        else:  # SGLang and TensorRT-LLM call the later layers' norm after the first's
-            alone = names is not None and f"{before}.weight" not in names
-            alone = alone and names is not None and f"{fused}.weight" in names
-            parts[f"{here}.attention_norm.weight"] = norm(fused if alone else before)
-        parts[f"{here}.mlp_norm.weight"] = norm(f"{there}.post_attention_layernorm")
-    return parts
+TYPES = (*FLOATS, "BOOL", "I32", "I64")
 
 
 def load_head(
@@ -247,18 +40,19 @@ def load_head(
     *,
     dtype: Any = None,
     taps: tuple[int, ...] | None = None,
-) -> EagleHead:
+) -> Head:
     """Loads a trained head.
 
     Args:
-      path: a folder with config.json and model.safetensors in any of the public layouts, or a hub id.
+      path: a folder with config.json and safetensors in any of the public layouts, or a hub id. A target's own folder
+        gives its MTP module.
       target: the `Transformer` it was made for: it gives the head its vocabulary rows and usual taps where the files
         leave them out, and is checked against it.
       dtype: of the matrices; None takes the target's, or float32.
       taps: layers to read in place of those that the config names, counted as the layers entered.
 
     Returns:
-      an `EagleHead`, for `Eagle3(head)`.
+      an `EagleHead`, for `Eagle3(head)` or `PEagle(head)`, or an `MTPHead`, for `MTP(head)`.
 
     Raises:
       FileNotFoundError: unknown source.
@@ -269,15 +63,57 @@ def load_head(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors")
     model = target if isinstance(target, Transformer) else None
-    if dtype is None:
-        dtype = getattr(target, "dtype", jnp.float32)
-    where = folder / "config.json"
-    config = parse_head_config(
-        read_json(where), None if model is None else model.config, str(where), taps
-    )
-    file = SafetensorsFolder(
-        folder, rename=head_tensor, types=(*FLOATS, "BOOL", "I32", "I64"), pickled=PICKLED
-    )
+    dtype = jnp.dtype(getattr(target, "dtype", jnp.float32) if dtype is None else dtype)
+    raw = read_json(folder / "config.json")
+    dialect = mtp_dialect(raw)
+    kind = _eagle if dialect is None else partial(_mtp, dialect=dialect)
+    config, file, parts, borrowed = kind(folder, raw, model, taps)
+    spare = {*MAPS, *borrowed, *(() if config.own_embedding else ("embed_tokens.weight",))}
+    what = "an MTP module" if isinstance(config, MTPConfig) else "an EAGLE-3 head"
+    if isinstance(config, EagleConfig) and config.mask_token_id is not None:
+        what = "a P-EAGLE head"
+    maps = {name: file.read(name) for name in MAPS if name in file.shapes}
+    ids = draft_ids(config, maps, str(folder))
+    check_tensors(parts, file.shapes, str(folder), what, lambda name: name in spare)
+
+    def create() -> Head:
+        rngs = nnx.Rngs(0)
+        if isinstance(config, MTPConfig):
+            head = MTPHead(config, dtype=dtype, rngs=rngs)
+        else:
+            head = EagleHead(config, dtype=dtype, rngs=rngs)
+        head.ids = None
+        if "lm_head.weight" in borrowed:
+            head.readout.head = None
+        if isinstance(head, MTPHead) and "target_norm.weight" in borrowed:
+            head.target_norm = None
+        return head
+
+    head = fill_parameters(create, parts, file)
+    if borrowed and model is None:
+        raise CheckpointError(
+            f"{folder}: missing {', '.join(borrowed)}, which only a target of the head's width could give"
+        )
+    if model is not None and "lm_head.weight" in borrowed:
+        rows = model.head[...] if ids is None else jnp.take(model.head[...], ids, axis=1)
+        head.readout.head = nnx.Param(rows.astype(dtype))
+    if model is not None and "target_norm.weight" in borrowed and isinstance(head, MTPHead):
+        head.target_norm = model.norm if head.config.post_norm else None
+    if ids is not None:
+        head.ids = nnx.Variable(jnp.asarray(ids))
+    return head
+
+
+Found = tuple[EagleConfig | MTPConfig, SafetensorsFolder, Parts, set[str]]
+"""A head's config, its tensors under one dialect's names, its parts, and which tensors the target gives."""
+
+
+def _eagle(
+    folder: Path, raw: dict[str, Any], model: Transformer | None, taps: tuple[int, ...] | None
+) -> Found:
+    where = str(folder / "config.json")
+    config = parse_head_config(raw, None if model is None else model.config, where, taps)
+    file = SafetensorsFolder(folder, rename=head_tensor, types=TYPES, pickled=PICKLED)
     if model is not None:
         check_head(config, model)
     config = replace(
@@ -288,35 +124,49 @@ def load_head(
             config.decoder, output_bias="layers.0.self_attn.o_proj.bias" in file.shapes
         ),
     )
-    maps = {name: file.read(name) for name in MAPS if name in file.shapes}
-    ids = draft_ids(config, maps, str(folder))
-    parts = head_parts(config, set(file.shapes))
-    borrowed = "lm_head.weight" not in file.shapes
-    if borrowed:  # ModelOpt leaves out what equals the target's
-        if model is None or model.config.hidden_size != config.decoder.hidden_size:
-            raise CheckpointError(
-                f"{folder}: missing tensor lm_head.weight, which only a target of the head's width could give"
-            )
+    parts, borrowed = head_parts(config, set(file.shapes)), set()
+    fits = model is None or model.config.hidden_size == config.decoder.hidden_size
+    if "lm_head.weight" not in file.shapes and fits:
+        # ModelOpt leaves out what equals the target's
+        borrowed.add("lm_head.weight")
         del parts["readout.head"]
-    spare = {*MAPS, *(() if config.own_embedding else ("embed_tokens.weight",))}
-    what = "an EAGLE-3 head" if config.mask_token_id is None else "a P-EAGLE head"
-    check_tensors(parts, file.shapes, str(folder), what, lambda name: name in spare)
+    return config, file, parts, borrowed
 
-    def create() -> EagleHead:
-        head = EagleHead(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-        head.ids = None
-        if borrowed:
-            head.readout.head = None
-        return head
 
-    head = fill_parameters(create, parts, file)
-    if borrowed:
-        assert model is not None
-        rows = model.head[...] if ids is None else jnp.take(model.head[...], ids, axis=1)
-        head.readout.head = nnx.Param(rows.astype(dtype))
-    if ids is not None:
-        head.ids = nnx.Variable(jnp.asarray(ids))
-    return head
+def _mtp(
+    folder: Path,
+    raw: dict[str, Any],
+    model: Transformer | None,
+    taps: tuple[int, ...] | None,
+    *,
+    dialect: str,
+) -> Found:
+    where = str(folder / "config.json")
+    if taps is not None:
+        raise ValueError(f"taps of an MTP module are the last layer's output, got {taps}")
+    config, layers = parse_mtp_config(raw, dialect, where)
+    file = SafetensorsFolder(
+        folder, rename=mtp_renamer(dialect, layers), types=TYPES, pickled=PICKLED
+    )
+    if "eh_proj.weight" not in file.shapes:
+        raise CheckpointError(
+            f"{folder}: config.json announces an MTP module, but its tensors are not there; transformers drops them "
+            "when it saves a model: take the published files"
+        )
+    if model is not None:
+        check_head(config, model)
+        config = replace(config, own_embedding=_own_embedding(config, file, model))
+    else:
+        config = replace(config, own_embedding="embed_tokens.weight" in file.shapes)
+    parts, borrowed = mtp_parts(config), set()
+    if model is not None or not config.post_norm:
+        borrowed.add("target_norm.weight")
+        parts.pop("target_norm.weight", None)
+    shared = model is not None and not config.mapped and not DIALECTS[dialect].own_rows
+    if shared or "lm_head.weight" not in file.shapes:
+        borrowed.add("lm_head.weight")
+        del parts["readout.head"]
+    return config, file, parts, borrowed
 
 
 def _own_embedding(config: HeadConfig, file: SafetensorsFolder, target: Transformer | None) -> bool:

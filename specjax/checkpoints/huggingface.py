@@ -119,6 +119,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> Transformer
     family = raw.get("model_type")
     if family == "gemma3" and isinstance(raw.get("text_config"), dict):
         return parse_config({**raw["text_config"], "model_type": "gemma3_text"}, where)
+    if family == "mimo":  # Qwen2 with an MTP module, which `load_head` reads
+        return parse_config({**raw, "model_type": "qwen2"}, where)
     if family not in DEFAULTS:
         raise CheckpointError(
             f"{where}: model_type must be one of {', '.join(sorted(DEFAULTS))}; got {family!r}"
@@ -190,6 +192,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
         expert_size=int(c["moe_intermediate_size"]) if experts else 0,
         normalize_experts=bool(c.get("norm_topk_prob")),
+        norm_offset=1.0 if gemma else 0.0,
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.models.config import TransformerConfig
+from specjax.models.config import LayerConfig, TransformerConfig
 from specjax.models.transformer import Transformer
 
 READ = 1 << 21  # elements of a tensor that are in memory at a time
@@ -91,11 +91,40 @@ def attention_parts(
             start += rows
         yield "qkv", parts
     else:
+        split = places
+        if config.output_gate:  # each head's rows of queries and then of its gate, in one tensor
+            split = places[1:]
+            pairs = [
+                (head * (2 * h), head * (2 * h + 1), head * (2 * h + 2), divmod(h, group))
+                for h in range(heads * group)
+            ]
+            name, shape = f"{at}.q_proj.weight", (2 * mixed, width)
+            yield (
+                "gate",
+                [
+                    Part(name, shape, (EVERYTHING, *place), True, (middle, end))
+                    for _, middle, end, place in pairs
+                ],
+            )
+            queries = [
+                Part(name, shape, (EVERYTHING, *place), True, (start, middle))
+                for start, middle, _, place in pairs
+            ]
+        else:
+            queries = []
         yield (
             "qkv",
             [
-                Part(f"{at}.{x}_proj.weight", (rows, width), (EVERYTHING, EVERYTHING, place), True)
-                for x, place, rows in places
+                *queries,
+                *[
+                    Part(
+                        f"{at}.{x}_proj.weight",
+                        (rows, width),
+                        (EVERYTHING, EVERYTHING, place),
+                        True,
+                    )
+                    for x, place, rows in split
+                ],
             ],
         )
     if config.qkv_bias:
@@ -147,15 +176,39 @@ def mlp_parts(
         yield "down_bias", [Part(f"{at}.down_proj.bias", (width,))]
 
 
+def norm_part(config: TransformerConfig, name: str, size: int | None = None) -> list[Part]:
+    """Of a norm's weight, by default as wide as the stream."""
+    return [Part(f"{name}.weight", (size or config.hidden_size,), add=config.norm_offset)]
+
+
+def layer_parts(
+    config: TransformerConfig, layer: LayerConfig, here: str, there: str, inputs: int | None = None
+) -> Iterator[tuple[str, list[Part]]]:
+    """Of one decoder layer, `here` in the module and `there` in the file; `inputs` as for `attention_parts`."""
+
+    def norm(ours: str, theirs: str, size: int | None = None) -> tuple[str, list[Part]]:
+        return f"{here}.{ours}.weight", norm_part(config, f"{there}.{theirs}", size)
+
+    for name, pieces in attention_parts(config, f"{there}.self_attn", inputs):
+        yield f"{here}.attention.{name}", pieces
+    for name, pieces in mlp_parts(config, f"{there}.mlp", layer.experts):
+        yield f"{here}.mlp.{name}", pieces
+    if config.qk_norm:
+        yield norm("attention.query_norm", "self_attn.q_norm", config.head_dim)
+        yield norm("attention.key_norm", "self_attn.k_norm", config.head_dim)
+    yield norm("attention_norm", "input_layernorm")
+    if config.post_norms:
+        yield norm("attention_post_norm", "post_attention_layernorm")
+        yield norm("mlp_norm", "pre_feedforward_layernorm")
+        yield norm("mlp_post_norm", "post_feedforward_layernorm")
+    else:
+        yield norm("mlp_norm", "post_attention_layernorm")
+
+
 def parameter_parts(config: TransformerConfig) -> Parts:
     """Of a whole `Transformer`."""
     width, vocab = config.hidden_size, config.vocab_size
-    add = 1.0 if config.family.startswith("gemma") else 0.0  # Gemma's norms multiply by 1 + weight
-
-    def norm(name: str, size: int = width) -> list[Part]:
-        return [Part(f"{name}.weight", (size,), add=add)]
-
-    parts: Parts = {"norm.weight": norm("model.norm")}
+    parts: Parts = {"norm.weight": norm_part(config, "model.norm")}
     table = Part("model.embed_tokens.weight", (vocab, width))
     if config.tied:
         parts["head"] = [Part(table.name, table.shape, (), True)]
@@ -163,30 +216,22 @@ def parameter_parts(config: TransformerConfig) -> Parts:
         parts["embedding"] = [table]
         parts["head"] = [Part("lm_head.weight", (vocab, width), (), True)]
     for i, layer in enumerate(config.layers):
-        here, there = f"layers[{i}]", f"model.layers.{i}"
-        for name, pieces in attention_parts(config, f"{there}.self_attn"):
-            parts[f"{here}.attention.{name}"] = pieces
-        for name, pieces in mlp_parts(config, f"{there}.mlp", layer.experts):
-            parts[f"{here}.mlp.{name}"] = pieces
-        if config.qk_norm:
-            for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-                parts[f"{here}.attention.{ours}.weight"] = norm(
-                    f"{there}.self_attn.{theirs}", config.head_dim
-                )
-        parts[f"{here}.attention_norm.weight"] = norm(f"{there}.input_layernorm")
-        after = f"{there}.post_attention_layernorm"
-        if config.post_norms:
-            parts[f"{here}.attention_post_norm.weight"] = norm(after)
-            parts[f"{here}.mlp_norm.weight"] = norm(f"{there}.pre_feedforward_layernorm")
-            parts[f"{here}.mlp_post_norm.weight"] = norm(f"{there}.post_feedforward_layernorm")
-        else:
-            parts[f"{here}.mlp_norm.weight"] = norm(after)
+        parts |= dict(layer_parts(config, layer, f"layers[{i}]", f"model.layers.{i}"))
     return parts
 
 
+# MTP modules ride along in their target's files; `load_head` reads them.
+MTP_PREFIXES = ("mtp.", "model.mtp_layers.", "mtp_layers.")
+
+
 def _ignored(name: str, config: TransformerConfig) -> bool:
-    """Tensors that carry nothing: buffers of old releases, and a tied model's copy of its table."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    """Tensors that are no part of the model: buffers of old releases, a tied model's copy of its table, MTP modules."""
+    extra = f"model.layers.{config.num_layers}."  # where DeepSeek and GLM put theirs
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (config.tied and name == "lm_head.weight")
+        or name.startswith((*MTP_PREFIXES, extra))
+    )
 
 
 def check_tensors(

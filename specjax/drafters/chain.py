@@ -37,6 +37,14 @@ class Vocabulary:
         """Draft ids of any shape as the target's."""
         return drafted if self.ids is None else jnp.take(self.ids, drafted, mode="clip")
 
+    def own(self, tokens: Array) -> Array:
+        """The target's ids, int32 of any shape, as the drafter's; -1 for those that it cannot say."""
+        if self.ids is None:
+            return tokens
+        places = jnp.full(self.size, -1, jnp.int32)
+        places = places.at[self.ids].set(jnp.arange(self.ids.shape[0], dtype=jnp.int32))
+        return jnp.take(places, tokens, mode="clip")
+
     def seen(self, seen: Array | None) -> Array | None:
         """bool[B, V] over the draft's ids, [B, Vd]."""
         return seen if seen is None or self.ids is None else seen[:, self.ids]

@@ -13,7 +13,7 @@ from jax import Array
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.chain import Vocabulary, check_draft_length, draft_chain, propose_chain
 from specjax.drafters.tree import StaticTree, TopKTree, grow
-from specjax.models.heads import EagleHead, check_head
+from specjax.models.heads import Head, check_head
 from specjax.models.transformer import Target
 
 
@@ -65,7 +65,7 @@ class Eagle3:
       tree: drafts a tree in place of a chain; `num_draft` is then its number of nodes.
     """
 
-    head: EagleHead
+    head: Head
     num_draft: int = struct.field(pytree_node=False, default=3)
     min_confidence: float = struct.field(pytree_node=False, default=0.0)
     tree: StaticTree | TopKTree | None = struct.field(pytree_node=False, default=None)
@@ -82,7 +82,8 @@ class Eagle3:
         return self.head.config.taps
 
     def check(self, target: Target) -> None:
-        check_head(self.head.config, target)
+        depth = self.num_draft if self.tree is None else self.tree.depth
+        check_head(self.head.config, target, depth)
         if self.tree is not None:
             most = (
                 max(self.tree.branching) if isinstance(self.tree, StaticTree) else self.tree.top_k

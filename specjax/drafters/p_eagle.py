@@ -13,7 +13,8 @@ from jax import Array
 
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.chain import Vocabulary, check_draft_length, draw_token, propose_chain
-from specjax.models.heads import EagleHead, check_head
+from specjax.models.eagle import EagleHead
+from specjax.models.heads import check_head
 from specjax.models.transformer import Target
 from specjax.trees import ladder
 
@@ -39,7 +40,7 @@ class PEagleState:
 class PEagle:
     """A head drafts `num_draft` tokens in one pass: the first slot is EAGLE-3's, the others carry a mask token and one
     learned vector in place of token and hidden state. Each token is drawn from its own slot's q, whatever the others
-    became.
+    became; a head with a Markov correction adds a bias from the draft before it.
 
     Attributes:
       head: an `EagleHead` with a `mask_token_id`.
@@ -59,7 +60,7 @@ class PEagle:
         return self.head.config.taps
 
     def check(self, target: Target) -> None:
-        check_head(self.head.config, target)
+        check_head(self.head.config, target, self.num_draft)
         if self.head.config.mask_token_id is None:
             raise ValueError("head must be a P-EAGLE head, with a mask token; got an EAGLE-3 head")
 
@@ -145,10 +146,12 @@ class PEagle:
         rows, block = head(head.embed(target, tokens), hidden, positions, cache)
         index = jnp.maximum(count - 1, 0) + jnp.arange(self.num_draft)
         logits = head.logits(jnp.take_along_axis(rows, index[..., None], axis=1))
-        drafts = [
-            draw_token(logits[:, i], context, context.seen, i, vocabulary)[0]
-            for i in range(self.num_draft)
-        ]
+        drafts, markov = [], head.readout.markov
+        for i in range(self.num_draft):
+            slot_logits = logits[:, i]
+            if markov is not None and i > 0:
+                slot_logits += markov(vocabulary.own(drafts[-1].tokens))
+            drafts.append(draw_token(slot_logits, context, context.seen, i, vocabulary)[0])
         draft = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *drafts)
         draft = replace(draft, log_q=vocabulary.spread(draft.log_q))
         # a prompt of one token has no row yet to draft from

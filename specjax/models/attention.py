@@ -154,6 +154,11 @@ class Attention(nnx.Module):
         self.qkv_bias = (
             nnx.Param(jnp.zeros((heads, group + 2, head_dim), dtype)) if config.qkv_bias else None
         )
+        self.gate = (
+            matrix(rngs, inputs or width, heads, group, head_dim, dtype=dtype)
+            if config.output_gate
+            else None
+        )
         self.output_bias = nnx.Param(jnp.zeros(width, dtype)) if config.output_bias else None
         self.query_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
@@ -170,9 +175,11 @@ class Attention(nnx.Module):
         cos, sin = (a[:, None, None] for a in angles)
         return rotate(query, cos, sin), rotate(key, cos, sin)[:, :, 0], value
 
-    def join(self, mixed: Array) -> Array:
-        """What the queries gathered, [B, Hkv, G, T, Dh] -> [B, T, D]."""
+    def join(self, mixed: Array, x: Array) -> Array:
+        """What the queries of x [B, T, D] gathered, [B, Hkv, G, T, Dh] -> [B, T, D]."""
         mixed = jnp.transpose(mixed, (0, 3, 1, 2, 4))
+        if self.gate is not None:
+            mixed = mixed * jax.nn.sigmoid(project(x, self.gate[...]))
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         bias = None if self.output_bias is None else self.output_bias[...]
         return project(mixed, self.output[...], bias)
@@ -191,4 +198,4 @@ class Attention(nnx.Module):
         if prior is not None:
             key, value = prior.extend(key, value)
         mixed = attend(query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap)
-        return self.join(mixed), key, value
+        return self.join(mixed, x), key, value

@@ -135,6 +135,8 @@ class TransformerConfig:
       attention_softcap, logit_softcap: c * tanh(x / c); None is off.
       num_experts, experts_per_token, expert_size: the mixture's shape.
       normalize_experts: whether the chosen router probabilities are scaled to sum to 1.
+      output_gate: what attention gathers is multiplied by the sigmoid of a projection of what it reads (Qwen3.5).
+      norm_offset: what files leave out of a norm's weight (Gemma, Qwen3.5: 1).
     """
 
     family: str
@@ -164,6 +166,8 @@ class TransformerConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     normalize_experts: bool = True
+    output_gate: bool = False
+    norm_offset: float = 0.0
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

@@ -1,13 +1,13 @@
-"""Networks that draft from a target's hidden states: EAGLE-3 (arXiv 2503.01840), P-EAGLE (arXiv 2602.01469) and variants.
+"""What networks that draft from a target's hidden states have in common.
 
-B rows, T tokens, A taps, Ht target width, H head width, V target vocabulary, Vd draft vocabulary.
+B rows, T tokens, A taps, Ht target width, H head width, V target vocabulary, Vd draft vocabulary, R rank.
 
 Row t of such a head pairs the token x[t+1] with the target's hidden states at t, sits at position t, and predicts x[t+2]:
 the states at t have settled what x[t+1] is drawn from, the token says which it became. A drafted token has no states of
-the target yet, and takes the head's own output at the row before instead; under P-EAGLE it takes neither token nor output
-of earlier drafts but a mask token and one learned vector, so that all drafts come out of one pass.
+the target yet, and takes the head's own output at the row before instead.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specjax.models.attention import Attention, Prior, attend, masks
+from specjax.models.attention import Prior, attend, masks
 from specjax.models.cache import Block, Cache
 from specjax.models.config import TransformerConfig
-from specjax.models.layers import MLP, RMSNorm, matrix, project, rotation
-from specjax.models.transformer import DecoderLayer, Target, Transformer
+from specjax.models.layers import RMSNorm, matrix, project, rotation
+from specjax.models.transformer import Target, Transformer
 
 Attend = Callable[[int, Array, Array, Array], Array]
 """What a layer's queries gather: (layer, queries [B, Hkv, G, T, Dh], keys and values [B, Hkv, T, Dh]) -> like queries.
@@ -30,44 +30,30 @@ Decoding and training differ in nothing but this."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Shapes and switches of a head.
+    """Shapes of a head of any kind.
 
     Attributes:
       decoder: of its layers; `vocab_size` is V, `hidden_size` H.
       target_hidden_size: Ht.
       draft_vocab_size: Vd; equal to V means that drafts are the target's ids.
       taps: the target's layers whose entering hidden states it reads (0 the embeddings, L what enters the final norm).
-      norm_before_residual: the first layer's residual is the normed hidden state, not the raw one.
-      norm_before_fc: one norm over all taps before they are fused.
-      fc_norm: a norm for each tap before they are fused (EAGLE-3.1).
-      norm_output: what a drafted token hands to the next is the final norm's output (EAGLE-3.1).
       own_embedding: it has an embedding table of its own; otherwise it uses the target's.
-      mask_token_id: P-EAGLE's mask token; None for heads that draft one token after the other.
+      trained_depth: tokens that it was trained to draft in a row; None where nobody knows.
     """
 
     decoder: TransformerConfig
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
     own_embedding: bool = False
-    mask_token_id: int | None = None
+    trained_depth: int | None = None
 
     def __post_init__(self):
         width, target = self.decoder.hidden_size, self.target_hidden_size
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude one another, got both")
         if not self.own_embedding and width != target:
             raise ValueError(
                 f"a head of width {width} cannot use the embedding of a target of width {target}: "
                 "it needs its own"
-            )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.decoder.vocab_size:
-            raise ValueError(
-                f"mask_token_id must be in 0..{self.decoder.vocab_size - 1}, got {self.mask_token_id}"
             )
         if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
             raise ValueError(
@@ -80,8 +66,12 @@ class HeadConfig:
         return self.draft_vocab_size < self.decoder.vocab_size
 
 
-def check_head(config: HeadConfig, target: Target) -> None:
-    """Raises ValueError where a head was made for another target; every mismatch is named."""
+def check_head(config: HeadConfig, target: Target, num_draft: int | None = None) -> None:
+    """Raises ValueError where a head was made for another target; every mismatch is named.
+
+    Args:
+      num_draft: tokens to be drafted in a row; more than the head was trained for is worth a warning.
+    """
     problems = []
     if config.decoder.vocab_size != target.vocab_size:
         problems.append(
@@ -101,100 +91,96 @@ def check_head(config: HeadConfig, target: Target) -> None:
         )
     if problems:
         raise ValueError("head was made for another target: " + "; ".join(problems))
-
-
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Low, middle and high, as every public trainer has them: 2, L // 2, L - 3."""
-    taps = (2, num_layers // 2, num_layers - 3)
-    if not 0 < taps[0] < taps[1] < taps[2]:
-        raise ValueError(
-            f"taps must be named for a target of {num_layers} layers: the usual ones, {taps}, coincide"
+    if num_draft and config.trained_depth and num_draft > config.trained_depth:
+        warnings.warn(
+            f"num_draft is {num_draft}, but the head was trained to draft {config.trained_depth} tokens in a row: "
+            "those after them will rarely stand",
+            stacklevel=2,
         )
-    return taps
 
 
-class FusionLayer(nnx.Module):
-    """A head's first layer: attention over [normed embedding, normed hidden state], 2H wide; the residual is the
-    hidden state alone."""
+class Markov(nnx.Module):
+    """A low-rank bias on a slot's logits from the draft before it, which one pass over all slots cannot know (DSpark's
+    vanilla head, arXiv 2607.05147). It begins as none."""
 
-    def __init__(self, config: HeadConfig, *, dtype, rngs: nnx.Rngs):
-        decoder = config.decoder
-        width, eps = decoder.hidden_size, decoder.norm_eps
-        self.embedding_norm = RMSNorm(width, eps)
-        self.hidden_norm = RMSNorm(width, eps)
-        self.attention = Attention(
-            decoder, decoder.layers[0], dtype=dtype, rngs=rngs, inputs=2 * width
-        )
-        self.mlp_norm = RMSNorm(width, eps)
-        self.mlp = MLP(decoder, dtype=dtype, rngs=rngs)
-        self.norm_before_residual = config.norm_before_residual
+    def __init__(self, size: int, rank: int, *, dtype, rngs: nnx.Rngs):
+        self.before = matrix(rngs, size, rank, dtype=dtype, inputs=rank)
+        self.after = nnx.Param(jnp.zeros((rank, size), dtype))
 
-    def enter(self, embedded: Array, hidden: Array) -> tuple[Array, Array]:
-        """What attention reads, [B, T, 2H], and the residual, [B, T, H]."""
-        normed = self.hidden_norm(hidden)
-        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        return both, normed if self.norm_before_residual else hidden
-
-    def leave(self, residual: Array, attended: Array) -> Array:
-        x = residual + attended
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, drafted: Array) -> Array:
+        """Draft ids int32[...] -> float32[..., Vd]; a negative id, which the draft vocabulary lacks, adds nothing."""
+        rows = jnp.take(self.before[...], jnp.maximum(drafted, 0), axis=0, mode="clip")
+        bias = project(rows, self.after[...], dtype=jnp.float32)
+        return jnp.where((drafted >= 0)[..., None], bias, 0.0)
 
 
 class Readout(nnx.Module):
     """Final norm and logits over the draft vocabulary. `normed` says that what comes in has been through the norm."""
 
-    def __init__(self, width: int, size: int, eps: float, normed: bool, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        size: int,
+        eps: float,
+        normed: bool,
+        markov_rank: int = 0,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
         self.norm = RMSNorm(width, eps)
         self.head: Any = matrix(rngs, width, size, dtype=dtype)
         self.normed = normed
+        self.markov = Markov(size, markov_rank, dtype=dtype, rngs=rngs) if markov_rank else None
 
-    def __call__(self, x: Array) -> Array:
-        """[..., H] -> float32[..., Vd]."""
+    def __call__(self, x: Array, previous: Array | None = None) -> Array:
+        """[..., H] -> float32[..., Vd]; `previous` int32[...] are the draft ids of the drafts before."""
         x = x if self.normed else self.norm(x)
-        return project(x, self.head[...], dtype=jnp.float32)
+        logits = project(x, self.head[...], dtype=jnp.float32)
+        if self.markov is None or previous is None:
+            return logits
+        return logits + self.markov(previous)
 
 
-class EagleHead(nnx.Module):
-    """Fusion of the taps, decoder layers, final norm, logits over the draft vocabulary. A plain pytree.
+class Head(nnx.Module):
+    """Layers, final norm, logits over the draft vocabulary: what heads of every kind share. A plain pytree.
+
+    A kind says what its rows read (`fuse`) and how they enter each layer (`enter`).
 
     Args:
       config: shapes and switches.
+      normed: what a drafted token hands to the next is the final norm's output, not what enters it.
+      markov_rank: R of the correction by the draft before; 0 is none.
       dtype: of the matrices; norm weights are always float32.
       rngs: for random parameters.
     """
 
-    def __init__(self, config: HeadConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        decoder, count = config.decoder, len(config.taps)
-        width, wide = decoder.hidden_size, count * config.target_hidden_size
+    config: Any
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        *,
+        normed: bool,
+        markov_rank: int = 0,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        decoder = config.decoder
+        width = decoder.hidden_size
         self.config = config
-        self.input_norm = RMSNorm(wide, decoder.norm_eps) if config.norm_before_fc else None
-        self.tap_norms = (
-            nnx.List([RMSNorm(config.target_hidden_size, decoder.norm_eps) for _ in range(count)])
-            if config.fc_norm
-            else None
-        )
-        self.fc = matrix(rngs, wide, width, dtype=dtype)
-        self.first = FusionLayer(config, dtype=dtype, rngs=rngs)
-        self.others = nnx.List(
-            [DecoderLayer(decoder, layer, dtype=dtype, rngs=rngs) for layer in decoder.layers[1:]]
-        )
         self.readout = Readout(
             width,
             config.draft_vocab_size,
             decoder.norm_eps,
-            config.norm_output,
+            normed,
+            markov_rank,
             dtype=dtype,
             rngs=rngs,
         )
         self.embedding = (
             matrix(rngs, decoder.vocab_size, width, dtype=dtype, inputs=width)
             if config.own_embedding
-            else None
-        )
-        # stands for the taps that a masked slot does not have; before fusion, as in public files
-        self.mask_hidden = (
-            nnx.Param(jax.random.normal(rngs.params(), (1, 1, wide), dtype))
-            if config.mask_token_id is not None
             else None
         )
         self.ids = (
@@ -205,7 +191,7 @@ class EagleHead(nnx.Module):
 
     @property
     def dtype(self):
-        return self.fc.dtype
+        return self.readout.head.dtype
 
     @property
     def target_ids(self) -> Array | None:
@@ -231,19 +217,14 @@ class EagleHead(nnx.Module):
         return table.lookup(tokens).astype(self.dtype)
 
     def fuse(self, taps: Array) -> Array:
-        """The target's hidden states [..., A, Ht] -> [..., H]."""
-        if self.tap_norms is not None:
-            normed = [norm(taps[..., i, :]) for i, norm in enumerate(self.tap_norms)]
-            taps = jnp.stack(normed, axis=-2)
-        x = taps.reshape(*taps.shape[:-2], -1)
-        if self.input_norm is not None:
-            x = self.input_norm(x)
-        return project(x, self.fc[...])
+        """The target's hidden states [..., A, Ht] -> what a row reads of them, [..., H]."""
+        raise NotImplementedError
 
-    def fused_mask(self) -> Array:
-        """What stands for the hidden state of every masked slot, [H]."""
-        assert self.mask_hidden is not None
-        return self.fuse(self.mask_hidden[...].reshape(len(self.config.taps), -1))
+    def enter(
+        self, i: int, embedded: Array, x: Array, positions: Array
+    ) -> tuple[Any, Array, Array]:
+        """Layer i, what its attention reads of the stream x (for the first layer: of the hidden states), and the residual."""
+        raise NotImplementedError
 
     def run(self, embedded: Array, hidden: Array, positions: Array, attend: Attend) -> Array:
         """All layers over [B, T] rows.
@@ -261,16 +242,13 @@ class EagleHead(nnx.Module):
         angles = [rotation(rope, decoder.rotary, positions) for rope in decoder.ropes]
         x = hidden
         for i, config in enumerate(decoder.layers):
-            if i == 0:
-                layer = self.first
-                normed, residual = layer.enter(embedded, x)
-            else:
-                layer = self.others[i - 1]
-                normed, residual = layer.attention_norm(x), x
             with jax.named_scope(f"head{i}"):
+                layer, normed, residual = self.enter(i, embedded, x, positions)
                 query, key, value = layer.attention.split(normed, angles[config.rope])
-                x = layer.leave(residual, layer.attention.join(attend(i, query, key, value)))
-        return self.readout.norm(x) if self.config.norm_output else x
+                x = layer.leave(
+                    residual, layer.attention.join(attend(i, query, key, value), normed)
+                )
+        return self.readout.norm(x) if self.readout.normed else x
 
     def logits(self, x: Array) -> Array:
         """What `run` returned -> float32[..., Vd]."""
@@ -315,6 +293,7 @@ class EagleHead(nnx.Module):
                 cache.values[i],
                 seen[decoder.layers[i].window],
                 decoder.scale,
+                decoder.attention_softcap,
             )
 
         x = self.run(embedded, hidden, positions, gather)

@@ -53,7 +53,13 @@ SAMPLED += ("eagle3", "eagle3-deep", "eagle3-tree", "p-eagle")
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    grouped(*[(n, 0.0) for n in ZOO], *[(n, 1.0) for n in SAMPLED]),
+    [
+        *grouped(*[(n, 0.0) for n in ZOO]),
+        *[
+            pytest.param(n, 1.0, marks=[pytest.mark.xdist_group(n), pytest.mark.thorough])
+            for n in SAMPLED
+        ],
+    ],
 )
 def test_cache_equals_fresh_prefill(name, temperature):
     drafter, state, chunk = prepare(

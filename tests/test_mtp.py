@@ -1,0 +1,327 @@
+"""MTP modules: against transformers' own layers, put together as the released modules are; names, export, refusals."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from zoo import tiny_mtp, tiny_target
+
+import specjax
+from specjax.checkpoints import CheckpointError
+from specjax.drafters.base import Context, Observation
+from specjax.sampling import Processors, Sampling, make_keys
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+TARGET = tiny_target()
+
+
+class Reference:
+    """A module of torch: two norms, a projection, one of transformers' decoder layers, a norm, the target's vocabulary."""
+
+    def __init__(self, norm, layer, rotation, embedding, head, *, hidden_first, zero_first):
+        import torch
+
+        self.torch, width = torch, SIZES["hidden_size"]
+        self.enorm, self.hnorm, self.norm = (norm(width, eps=1e-5) for _ in range(3))
+        self.projection = torch.nn.Linear(2 * width, width, bias=False)
+        self.layer, self.rotation, self.embedding, self.head = layer, rotation, embedding, head
+        self.hidden_first, self.zero_first = hidden_first, zero_first
+        for module in (self.enorm, self.hnorm, self.norm, self.projection, layer):
+            for parameter in module.parameters():
+                torch.nn.init.normal_(parameter, 0.3 if parameter.ndim == 1 else 0.0, 0.3)
+
+    def rows(self, tokens, hidden):
+        """Token ids and hidden states of equal number -> what each row hands over, and its logits."""
+        torch = self.torch
+        embedded, size = self.embedding(torch.tensor(tokens)), len(tokens)
+        if self.zero_first:
+            embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
+        both = [self.enorm(embedded), self.hnorm(hidden)]
+        x = self.projection(torch.cat(both[::-1] if self.hidden_first else both, -1))[None]
+        positions = torch.arange(size)[None]
+        mask = torch.triu(torch.full((size, size), -torch.inf), 1)[None, None]
+        turned = self.rotation(x, positions)
+        x = self.layer(x, position_embeddings=turned, attention_mask=mask, position_ids=positions)
+        out = self.norm(x[0])
+        return out, self.head(out)
+
+    def draft(self, tokens, hidden, count):
+        """The first rows' logits, and `count` greedy drafts by recursion."""
+        drafts, first = [], None
+        tokens = list(tokens)
+        for _ in range(count):
+            out, logits = self.rows(tokens, hidden)
+            first = logits if first is None else first
+            drafts.append(int(logits[-1].argmax()))
+            tokens.append(drafts[-1])
+            hidden = self.torch.cat([hidden, out[-1:]])
+        return first, drafts
+
+    def tensors(self, names: dict[str, str]) -> dict[str, np.ndarray]:
+        parts: dict[str, Any] = {
+            "enorm": self.enorm,
+            "hnorm": self.hnorm,
+            "eh_proj": self.projection,
+            "norm": self.norm,
+        }
+        found = {f"{names[k]}.weight": v.weight for k, v in parts.items()}
+        found |= {names["layer"] + k: v for k, v in self.layer.state_dict().items()}
+        return {k: v.detach().numpy().copy() for k, v in found.items()}
+
+
+def llama(family: str):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = {"llama": "Llama", "qwen2": "Qwen2"}[family]
+    shape = getattr(transformers, f"{kind}Config")(**SIZES, num_hidden_layers=3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(shape).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.3 if parameter.ndim == 1 else 0.0, 0.3)
+    return model
+
+
+def reference(model, **switches) -> Reference:
+    inner = model.model
+    return Reference(
+        type(inner.norm),
+        inner.layers[2],
+        inner.rotary_emb,
+        inner.embed_tokens,
+        model.lm_head,
+        **switches,
+    )
+
+
+SPOKEN = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "norm": "final_layernorm",
+    "layer": "",
+}
+DIALECTS: dict[str, Any] = {
+    "deepseek": (
+        "llama",
+        {"num_nextn_predict_layers": 1},
+        {"norm": "shared_head.norm", "layer": ""},
+        "model.layers.2.",
+        {"hidden_first": False, "zero_first": True},
+    ),
+    "mimo": (
+        "qwen2",
+        {"model_type": "mimo", "num_nextn_predict_layers": 1},
+        SPOKEN,
+        "model.mtp_layers.0.",
+        {"hidden_first": True, "zero_first": True},
+    ),
+    "speculators": (
+        "llama",
+        {"speculators_model_type": "mtp"},
+        SPOKEN,
+        "mtp_layers.0.",
+        {"hidden_first": False, "zero_first": False},
+    ),
+}
+
+
+def write(folder, dialect):
+    """A target of two layers and its module in one folder, as released; and the module in torch."""
+    family, fields, renamed, prefix, switches = DIALECTS[dialect]
+    model = llama(family)
+    module = reference(model, **switches)
+    names = {k: prefix + renamed.get(k, k) for k in ("enorm", "hnorm", "eh_proj", "norm")}
+    names["layer"] = prefix + renamed["layer"]
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {k: v for k, v in tensors.items() if not k.startswith("model.layers.2.")}
+    if dialect == "deepseek":  # these repeat the target's rows
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].copy()
+    save_file(tensors | module.tensors(names), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2} | fields
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:2]
+    if dialect == "speculators":
+        (folder / "head").mkdir()
+        mine = {k: v for k, v in tensors.items() if k in ("lm_head.weight", "model.norm.weight")}
+        save_file(mine | module.tensors(names), folder / "head" / "model.safetensors")
+        head = {**fields, "transformer_layer_config": config, "num_target_layers": 2}
+        (folder / "head" / "config.json").write_text(json.dumps(head))
+        config.pop("speculators_model_type")
+        save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return module
+
+
+def proposal(target, head, tokens, num_draft):
+    """Greedy drafts after a prompt and the newest token, and the logits of the prompt's rows."""
+    drafter = specjax.MTP(head, num_draft=num_draft)
+    prompt = jnp.asarray([tokens[:-1]])
+    at = jnp.arange(prompt.shape[1])[None]
+    taps = target(prompt, at, target.init_cache(1, 1), taps=drafter.taps).taps
+    state = drafter.observe(
+        target,
+        drafter.init(target, 1, 32),
+        Observation(prompt, jnp.asarray([prompt.shape[1]]), taps, jnp.asarray([tokens[-1]])),
+    )
+    context = Context(
+        tokens=jnp.zeros((1, 32), jnp.int32),
+        length=state.cache.length + 1,
+        keys=make_keys(0, 1),
+        processors=Processors.create(Sampling(), 1),
+        seen=None,
+    )
+    rows, _ = head(
+        head.embed(target, jnp.asarray([tokens[1:]])), head.fuse(taps), at, head.init_cache(1, 1)
+    )
+    return drafter.propose(target, state, context)[0].tokens[0], head.logits(rows)[0]
+
+
+TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_equals_transformers_layers(dialect, tmp_path):
+    module = write(tmp_path, dialect)
+    target = specjax.load_target(tmp_path, dtype="float32")
+    source = tmp_path / "head" if dialect == "speculators" else tmp_path
+    head = specjax.load_head(source, target)
+    # behind the final norm
+    at = jnp.arange(7)[None]
+    stream = target(jnp.asarray([TOKENS[:-1]]), at, target.init_cache(1, 1), taps=(2,)).taps
+    hidden = module.torch.tensor(np.array(target.norm(stream[0, :, 0])))
+    with module.torch.no_grad():
+        logits, drafts = module.draft(TOKENS[1:], hidden, 4)
+    ours, rows = proposal(target, head, TOKENS, 4)
+    np.testing.assert_allclose(rows, logits.numpy(), rtol=1e-4, atol=1e-4)
+    assert ours.tolist() == drafts
+    alone = specjax.load_head(source) if dialect != "speculators" else head
+    np.testing.assert_allclose(
+        proposal(target, alone, TOKENS, 1)[1], logits.numpy(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_gated_module_equals_transformers_layer(tmp_path):
+    """Qwen3.5: an output gate, partial rotary embedding, norms of 1 + weight. Its target is none that is supported."""
+    torch = pytest.importorskip("torch")
+    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    types = ["linear_attention", "full_attention"]
+    shape = Qwen3_5TextConfig(
+        **SIZES, head_dim=16, num_hidden_layers=2, layer_types=types, rope_parameters=rope
+    )
+    shape._attn_implementation = "eager"
+    embedding, head = torch.nn.Embedding(61, 32), torch.nn.Linear(32, 61, bias=False)
+    module = Reference(
+        qwen.Qwen3_5RMSNorm,
+        qwen.Qwen3_5DecoderLayer(shape, 1),
+        qwen.Qwen3_5TextRotaryEmbedding(shape),
+        embedding,
+        head,
+        hidden_first=False,
+        zero_first=False,
+    )
+    names = {
+        "enorm": "mtp.pre_fc_norm_embedding",
+        "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc",
+        "norm": "mtp.norm",
+        "layer": "mtp.layers.0.",
+    }
+    trunk = {
+        "model.language_model.embed_tokens.weight": embedding.weight.detach().numpy(),
+        "lm_head.weight": head.weight.detach().numpy(),
+        "model.language_model.norm.weight": np.zeros(32, np.float32),
+        "model.language_model.layers.0.input_layernorm.weight": np.zeros(32, np.float32),
+    }
+    save_file(trunk | module.tensors(names), tmp_path / "model.safetensors")
+    text = {**SIZES, "head_dim": 16, "num_hidden_layers": 2, "layer_types": types}
+    text |= {"rope_parameters": rope, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    ours = specjax.load_head(tmp_path)
+    hidden = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32)
+    with torch.no_grad():
+        right = module.rows(TOKENS[1:], torch.tensor(hidden))[1].numpy()
+    rows, _ = ours(
+        ours.embed(TARGET, jnp.asarray([TOKENS[1:]])),
+        jnp.asarray(hidden)[None],
+        jnp.arange(7)[None],
+        ours.init_cache(1, 1),
+    )
+    np.testing.assert_allclose(ours.logits(rows)[0], right, rtol=1e-4, atol=1e-4)
+    assert (np.asarray(ours.target_norm.weight[...]) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"draft_vocab_size": 61}, {"post_norm": False}, {"zero_first": True}]
+)
+def test_import_of_export(changes, tmp_path):
+    head = tiny_mtp(TARGET, **changes)
+    specjax.save_head(head, tmp_path)
+    again = specjax.load_head(tmp_path, TARGET)
+    assert again.config == head.config
+    for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="layout 'sglang' is not one of an MTP module"):
+        specjax.save_head(head, tmp_path, "sglang")
+
+
+def test_refused(tmp_path):
+    head = tiny_mtp(TARGET)
+    specjax.save_head(head, tmp_path)
+    tensors, text = (
+        load_file(tmp_path / "model.safetensors"),
+        (tmp_path / "config.json").read_text(),
+    )
+    layers = TARGET.config.num_layers
+
+    def refuse(message, tensors=tensors, **fields):
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(text) | fields))
+        with pytest.raises((CheckpointError, ValueError), match=message):
+            specjax.load_head(tmp_path, TARGET)
+
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        full = f"model.layers.{layers}.{name}.weight"
+        refuse(
+            f"missing tensor {name.removeprefix('shared_head.')}",
+            {k: v for k, v in tensors.items() if k != full},
+        )
+    refuse("transformers drops them", {"d2t": tensors["d2t"]})
+    refuse("one MTP module is supported", num_nextn_predict_layers=3)
+    refuse("multi-head latent attention", kv_lora_rank=64)
+    refuse("a shared expert", n_shared_experts=1)
+    refuse("mtp_hidden must be", mtp_hidden="behind")
+    refuse("made for another target", vocab_size=64)
+    refuse("unknown tensor", tensors | {f"model.layers.{layers}.gate.weight": np.zeros(3)})
+    with pytest.raises(ValueError, match="head must be an MTPHead"):
+        from zoo import tiny_head
+
+        specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(tiny_head(TARGET)))
+
+
+def test_more_drafts_than_trained_for_are_worth_a_warning():
+    head = tiny_mtp(TARGET, trained_depth=2)
+    with pytest.warns(UserWarning, match="num_draft is 4, but the head was trained to draft 2"):
+        specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(head, num_draft=4), max_new_tokens=2)
+    assert specjax.head_drafter(head).num_draft == 2
