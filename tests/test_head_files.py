@@ -26,6 +26,7 @@ HEADS = {
     "narrow": {"width": 16},
     "taps": {"taps": (1, 2)},
     "p-eagle": {"mask_token_id": 60, "width": 32},
+    "markov": {"mask_token_id": 60, "markov_rank": 4, "trained_depth": 8},
 }
 
 

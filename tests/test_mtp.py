@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from zoo import tiny_mtp, tiny_target
+from zoo import tiny_head, tiny_mtp, tiny_target
 
 import specjax
 from specjax.checkpoints import CheckpointError
@@ -315,9 +315,7 @@ def test_refused(tmp_path):
     refuse("made for another target", vocab_size=64)
     refuse("unknown tensor", tensors | {f"model.layers.{layers}.gate.weight": np.zeros(3)})
     with pytest.raises(ValueError, match="head must be an MTPHead"):
-        from zoo import tiny_head
-
-        specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(tiny_head(TARGET)))
+        specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(tiny_head(TARGET)), max_new_tokens=2)
 
 
 def test_more_drafts_than_trained_for_are_worth_a_warning():

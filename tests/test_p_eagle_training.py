@@ -198,3 +198,79 @@ def test_loss_of_a_recipe_is_a_mean_over_the_update():
     assert tally.counted.shape == (3,) and (np.diff(tally.counted) < 0).all()
     assert (tally.chained <= tally.right).all() and (tally.reached[1:] <= tally.counted[1:]).all()
     assert float(total) > 0
+
+
+def test_partitions_change_nothing():
+    """Loss, gradients and sums of one draw of elements, whole and in parts, with a Markov correction."""
+    head = tiny_head(TARGET, mask_token_id=5, markov_rank=3)
+    head.readout.markov.after[...] = jax.random.normal(jax.random.key(8), (3, 40))
+    batch, key = sequence(3, 30, 36), jax.random.key(2)
+    features = online_features(TARGET, batch, head.config.taps)
+    params, frozen, structure = split(head, lambda name: name != "ids")
+    shape = layout(36, 4, 0.8, 0.2, partitions=3)
+    assert all(n % 3 == 0 for n in shape.counts)
+
+    def run(partitions):
+        recipe = PEagleRecipe(shape, "kl", partitions)
+        weights = recipe.weights(jax.tree.map(lambda x: x[None], batch), key[None])
+
+        @jax.jit
+        def loss(params):
+            head = structure.join(params, frozen)
+            return recipe.loss(
+                head, TARGET, batch, features.taps, features.teacher, weights, key, lambda _: True
+            )
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    (whole, tally), gradients = run(1)
+    (parts, again), others = run(3)
+    np.testing.assert_allclose(whole, parts, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(tally), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for name, a in gradients.items():
+        np.testing.assert_allclose(a, others[name], rtol=1e-3, atol=1e-6, err_msg=name)
+        assert np.abs(a).max() > 0, name
+
+
+def test_markov_loss_by_hand():
+    """A masked element's distribution has the bias of the token drafted before it, if the draft vocabulary has it."""
+    head = tiny_head(TARGET, mask_token_id=5, markov_rank=3)
+    head.readout.markov.after[...] = jax.random.normal(jax.random.key(8), (3, 40))
+    batch, key = sequence(3, 20, 20), jax.random.key(2)
+    features = online_features(TARGET, batch, head.config.taps)
+    shape = layout(20, 3, 0.9, 0.2)
+    loss, _ = PEagleRecipe(shape, "ce").loss(
+        head, TARGET, batch, features.taps, features.teacher, jnp.ones(1), key, lambda _: True
+    )
+    valid = supervised(batch, 3)
+    elements = sample(key, valid, shape)
+    near, far = unroll_parallel(head, TARGET, batch, features.taps, elements)
+    teacher = np.asarray(TARGET.logits(features.teacher.last)[0], np.float64)
+    ids = np.asarray(head.target_ids)
+    markov = head.readout.markov
+    before, after = (np.asarray(x[...], np.float64) for x in (markov.before, markov.after))
+    tokens, total = np.asarray(batch.tokens[0]), 0.0
+
+    def cross_entropy(at, logits):
+        p = np.exp(teacher[at][ids] - teacher[at][ids].max())
+        q = logits - logits.max()
+        return -(p / p.sum()) @ (q - np.log(np.exp(q).sum()))
+
+    def counts(at):
+        return np.argmax(teacher[at]) in ids
+
+    logits = np.asarray(head.logits(near)[0], np.float64)
+    for t in range(19):
+        if valid[0, 0, t] and counts(t + 1):
+            total += cross_entropy(t + 1, logits[t])
+    logits = np.asarray(head.logits(far)[0], np.float64)
+    biased = 0
+    for e, (a, d) in enumerate(zip(np.asarray(elements.anchor[0]), shape.depth, strict=True)):
+        if elements.valid[0, e] and counts(a + d + 1):
+            place = np.flatnonzero(ids == tokens[a + d + 1])
+            bias = before[place[0]] @ after if len(place) else 0.0
+            biased += len(place)
+            total += cross_entropy(a + d + 1, logits[e] + bias)
+    assert biased > 5
+    np.testing.assert_allclose(loss, total, rtol=1e-4)

@@ -38,12 +38,12 @@ class Vocabulary:
         return drafted if self.ids is None else jnp.take(self.ids, drafted, mode="clip")
 
     def own(self, tokens: Array) -> Array:
-        """The target's ids, int32 of any shape, as the drafter's; -1 for those that it cannot say."""
+        """The target's ids, int32 of any shape, as the drafter's; -1 for those that it cannot say, and for -1."""
         if self.ids is None:
             return tokens
         places = jnp.full(self.size, -1, jnp.int32)
         places = places.at[self.ids].set(jnp.arange(self.ids.shape[0], dtype=jnp.int32))
-        return jnp.take(places, tokens, mode="clip")
+        return jnp.where(tokens < 0, -1, jnp.take(places, tokens, mode="clip"))
 
     def seen(self, seen: Array | None) -> Array | None:
         """bool[B, V] over the draft's ids, [B, Vd]."""

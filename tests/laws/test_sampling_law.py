@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import RandomDrafter, RandomTreeDrafter, bigram, noisy, tiny_head, tiny_target
+from zoo import RandomDrafter, RandomTreeDrafter, bigram, noisy, tiny_head, tiny_mtp, tiny_target
 
 import specjax
 from specjax import (
+    MTP,
     Adaptive,
     DraftModel,
     Eagle3,
@@ -378,14 +379,18 @@ def test_rounds_follow_the_target(name, law):
 
 
 FOUR = tiny_target(2, vocab_size=4, scale=1.5)
+MARKOV = tiny_head(FOUR, draft_vocab_size=3, scale=1.0, mask_token_id=3, markov_rank=2)
+MARKOV.readout.markov.after[...] = jnp.asarray([[1.0, -2.0, 0.5], [-1.0, 0.5, 2.0]])
 HEADS = {
     "plain": None,
     "model": DraftModel(noisy(FOUR, 0.3), num_draft=2),
     "eagle3": Eagle3(tiny_head(FOUR, draft_vocab_size=3, scale=1.0), num_draft=2),
     "eagle3-tree": Eagle3(tiny_head(FOUR, draft_vocab_size=4, scale=1.0), tree=StaticTree((2, 1))),
     "p-eagle": PEagle(tiny_head(FOUR, draft_vocab_size=3, scale=1.0, mask_token_id=3), num_draft=2),
+    "p-eagle-markov": PEagle(MARKOV, num_draft=2),
+    "mtp": MTP(tiny_mtp(FOUR, draft_vocab_size=3), num_draft=2),
 }
-QUICK_HEADS = ("eagle3-tree", "p-eagle")
+QUICK_HEADS = ("eagle3-tree", "p-eagle-markov")
 
 
 @pytest.mark.parametrize(
