@@ -11,6 +11,7 @@ from typing import Literal
 import tyro
 
 import specjax
+from specjax.checkpoints.head_export import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class Options:
       head: folder or hub id in any layout that specjax reads.
       target: the model it drafts for.
       output: folder to write.
-      layout: `sglang` (SGLang, vLLM, TensorRT-LLM, SafeAILab, SpecForge) or `speculators` (speculators, vLLM).
+      layout: `sglang` (SGLang, vLLM, TensorRT-LLM, SafeAILab, SpecForge), `speculators` (speculators, vLLM) or, for MTP
+        modules, `deepseek`; by default the first or the last.
       dtype: of the written tensors.
       verifier: hub id of the target, for speculators' layout.
       num_draft: drafted tokens that speculators' layout proposes to servers.
@@ -30,7 +32,7 @@ class Options:
     head: str
     target: str
     output: Path
-    layout: Literal["sglang", "speculators"] = "sglang"
+    layout: Layout | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     verifier: str | None = None
     num_draft: int = 3
@@ -48,7 +50,7 @@ def main(options: Options) -> None:
         dtype=options.dtype,
         num_draft=options.num_draft,
     )
-    print(f"{options.output}: {options.layout} layout, {options.dtype}")
+    print(f"{options.output}: {options.layout or 'usual'} layout, {options.dtype}")
 
 
 if __name__ == "__main__":
