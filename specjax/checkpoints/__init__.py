@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoints.gguf import load_file
-from specjax.checkpoints.huggingface import PICKLES_REFUSED, load_folder
+from specjax.checkpoints.huggingface import load_folder
+from specjax.checkpoints.safetensors_folder import PICKLES_REFUSED
 from specjax.checkpoints.sources import resolve
 from specjax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from specjax.checkpoints.weights import CheckpointError

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 
 from specjax.checkpoints.eagle import head_parts, head_tensor, parse_head_config
-from specjax.checkpoints.huggingface import FLOATS, SafetensorsFolder, read_json
 from specjax.checkpoints.mtp import (
     DIALECTS,
     mtp_dialect,
@@ -19,6 +18,7 @@ from specjax.checkpoints.mtp import (
     mtp_renamer,
     parse_mtp_config,
 )
+from specjax.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder, read_json
 from specjax.checkpoints.sources import resolve
 from specjax.checkpoints.weights import CheckpointError, Parts, check_tensors, fill_parameters
 from specjax.models.eagle import EagleConfig, EagleHead

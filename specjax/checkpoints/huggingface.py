@@ -1,15 +1,12 @@
-"""Hugging Face folders: config.json and (sharded) safetensors."""
+"""Hugging Face folders: what config.json means, and the whole model."""
 
-import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.weights import EVERYTHING, CheckpointError, load_parameters
+from specjax.checkpoints.safetensors_folder import SafetensorsFolder, read_json, same_name
+from specjax.checkpoints.weights import CheckpointError, load_parameters
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 
@@ -88,12 +85,6 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
-PICKLES_REFUSED = (
-    "Pickled weights (*.bin, *.pt, *.pth) can run code when opened and are refused; convert them "
-    "with transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out), which "
-    "writes safetensors"
-)
 # Gemma 3 with vision: the text model's tensors have these prefixes; those that see are left out.
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 VISION_PREFIXES = tuple(
@@ -283,67 +274,6 @@ def _rope(fields: dict[str, Any], theta: float, context: int) -> Rope:
     )
 
 
-def _same_name(name: str) -> str | None:
-    return name
-
-
-class SafetensorsFolder:
-    """The tensors of a folder's `*.safetensors`, of the index where there is one.
-
-    Each read opens its shard anew: the pages of an open map would count as the process's memory
-    until the end. (bfloat16 comes out as numpy's since JAX has taught numpy that type.)
-
-    Args:
-      folder: where the files lie.
-      rename: from the names in the files to ours; None leaves a tensor out.
-      types: of tensors, in safetensors' spelling; the floating ones by default.
-      pickled: what the message adds where there are no safetensors.
-
-    Raises:
-      CheckpointError: no weights, or files that are missing, damaged, pickled or quantised; all of
-        them are named.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rename: Callable[[str], str | None] = _same_name,
-        types: Sequence[str] = FLOATS,
-        pickled: str = PICKLES_REFUSED,
-    ):
-        self._place: dict[str, tuple[Path, str]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        problems = []
-        for path in _weight_files(folder, pickled):
-            try:
-                with safe_open(path, framework="np") as file:
-                    for stored in file.keys():  # noqa: SIM118 (not a mapping)
-                        name = rename(stored)
-                        if name is None:
-                            continue
-                        view = file.get_slice(stored)
-                        if view.get_dtype() not in types:
-                            problems.append(
-                                f"{path.name}: tensor {stored} must be one of {', '.join(types)}; "
-                                f"got {view.get_dtype()} (quantised safetensors are not supported)"
-                            )
-                        if name in self.shapes:
-                            problems.append(f"tensor {name} is there twice, again in {path.name}")
-                        self.shapes[name] = tuple(view.get_shape())
-                        self._place[name] = (path, stored)
-            except (SafetensorError, OSError) as error:
-                state = "truncated, damaged or no safetensors file" if path.is_file() else "missing"
-                problems.append(f"{path.name} is {state}: {error}")
-        if problems:
-            raise CheckpointError("\n  ".join([f"{folder}: unusable weights", *problems]))
-
-    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
-        path, stored = self._place[name]
-        with safe_open(path, framework="np") as file:
-            return file.get_slice(stored)[rows]
-
-
 def _text_name(name: str) -> str | None:
     """The text model's name of a multimodal model's tensor; None for the parts that see."""
     if name.startswith(VISION_PREFIXES):
@@ -355,38 +285,6 @@ def _text_name(name: str) -> str | None:
     return name
 
 
-def _weight_files(folder: Path, pickled: str) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
-            raise CheckpointError(f"{index}: expected weight_map from tensors to files beside it")
-        return [folder / name for name in sorted(names)]
-    # other files of the kind may lie beside the model's
-    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: expected *.safetensors, found none. {pickled}")
-    return files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object.
-
-    Raises:
-      CheckpointError: it is not there or holds something else.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent}: expected {path.name}, found none") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 def load_folder(folder: Path, dtype: jnp.dtype) -> Transformer:
     """A Hugging Face folder as a `Transformer`.
 
@@ -396,5 +294,5 @@ def load_folder(folder: Path, dtype: jnp.dtype) -> Transformer:
     raw = read_json(folder / "config.json")
     config = parse_config(raw, str(folder / "config.json"))
     vision = raw["model_type"] == "gemma3"
-    file = SafetensorsFolder(folder, rename=_text_name if vision else _same_name)
+    file = SafetensorsFolder(folder, rename=_text_name if vision else same_name)
     return load_parameters(config, file, dtype, str(folder))
