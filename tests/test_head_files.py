@@ -1,6 +1,7 @@
 """Heads in and out: round trips, every layout's spellings, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,7 +12,8 @@ from zoo import tiny_head, tiny_target
 
 import specjax
 from specjax.checkpoints.eagle import parse_head_config
-from specjax.models.config import LayerConfig
+from specjax.models.config import ClampedSwiGLU, LayerConfig
+from specjax.models.heads import HeadConfig
 
 TARGET = tiny_target()
 HEADS = {
@@ -231,6 +233,18 @@ def test_wrong_target_and_layout(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(specjax.CheckpointError, match="weights_only=True"):
         specjax.load_head(tmp_path, TARGET)
+
+
+def test_what_a_heads_layers_cannot_have():
+    decoder = tiny_head(TARGET).config.decoder
+    for change in ({"sinks": True}, {"activation": ClampedSwiGLU()}):
+        with pytest.raises(ValueError, match="no attention sinks and a plain activation; got"):
+            HeadConfig(
+                decoder=replace(decoder, **change),
+                target_hidden_size=32,
+                draft_vocab_size=61,
+                taps=(0, 1),
+            )
 
 
 def test_speculators_reads_a_missing_residual_switch_as_normed():

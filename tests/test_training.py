@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 from safetensors.numpy import load_file
 from test_heads import golden
-from zoo import tiny_head, tiny_target
+from zoo import tiny_gpt_oss, tiny_head, tiny_target
 
 import specjax
 from specjax.models.config import LayerConfig
@@ -212,13 +212,16 @@ def test_training_logits_are_draft_logits(name):
             np.testing.assert_allclose(head.logits(x)[0, 0], trained[k, 0, anchor], atol=1e-4)
 
 
-def test_states_equal_the_targets_own_pass():
+@pytest.mark.parametrize("piece", [512, 5])
+@pytest.mark.parametrize("target", [TARGET, tiny_gpt_oss()], ids=["llama", "gpt-oss"])
+def test_states_equal_the_targets_own_pass(target, piece, monkeypatch):
     """The trainer's pass without a cache against the decoder's."""
+    monkeypatch.setattr("training.eagle3.PIECE", piece)
     batch = sequence(1, 20, 20)
-    taps, last = hidden_states(TARGET, batch, (0, 1, 2))
-    out = TARGET(batch.tokens, jnp.arange(20)[None], TARGET.init_cache(1, 1), taps=(0, 1, 2))
+    taps, last = hidden_states(target, batch, (0, 1, 2))
+    out = target(batch.tokens, jnp.arange(20)[None], target.init_cache(1, 1), taps=(0, 1, 2))
     np.testing.assert_allclose(taps, out.taps, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(TARGET.logits(last), out.logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(target.logits(last), out.logits, rtol=1e-4, atol=1e-4)
 
 
 @jax.jit

@@ -23,7 +23,7 @@ from specjax.drafters.ngram_mod import NGramMod
 from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.tree import StaticTree, TopKTree
-from specjax.models.config import LayerConfig, Rope, TransformerConfig
+from specjax.models.config import ClampedSwiGLU, LayerConfig, Rope, TransformerConfig
 from specjax.models.eagle import EagleConfig, EagleHead
 from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Output, Transformer
@@ -51,6 +51,33 @@ def tiny_target(seed: int = 0, vocab_size: int = 61, scale: float = 3.0, **chang
     model = Transformer(tiny_config(vocab_size, **changes), rngs=nnx.Rngs(seed))
     model.head[...] = scale * model.head[...]
     return model
+
+
+def tiny_gpt_oss(seed: int = 0, vocab_size: int = 61) -> Transformer:
+    """A random transformer with all that gpt-oss has: sinks, biases everywhere, clamped experts, alternating windows."""
+    model = tiny_target(
+        seed,
+        vocab_size,
+        family="gpt_oss",
+        layers=(LayerConfig(window=9, experts=True), LayerConfig(experts=True)),
+        ropes=(Rope(kind="yarn", factor=4.0, original_length=32, truncate=False),),
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        activation=ClampedSwiGLU(limit=1.0),
+        num_experts=6,
+        experts_per_token=2,
+        expert_size=24,
+        expert_bias=True,
+    )
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+
+    def fill(path: Any, x: Array) -> Array:
+        """Biases and sinks are born as zeros, which would hide mistakes."""
+        zeros = any(name in jax.tree_util.keystr(path) for name in ("bias", "sinks"))
+        return jax.random.normal(next(keys), x.shape, x.dtype) if zeros else x
+
+    return jax.tree_util.tree_map_with_path(fill, model)
 
 
 def tiny_head(

@@ -61,6 +61,7 @@ def attend_anchors(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention of step k = len(keys) - 1: to step 0's keys of rows before it, and to its own row's keys of later steps.
 
@@ -73,6 +74,7 @@ def attend_anchors(
       scale: on scores.
       window: a query sees positions less than `window` before its own.
       softcap: c * tanh(score / c); None is off.
+      sinks: float32[Hkv, G], one more score of each query head, without a value; None is none.
 
     Returns:
       like query.
@@ -98,7 +100,11 @@ def attend_anchors(
                 "bhgtd,bhtkd->bhgtk", query, own[0], preferred_element_type=jnp.float32
             )
             scores = jnp.concatenate([scores, cap(more)], axis=-1)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        weights = weights if sinks is None else weights[..., :-1]
         mixed = jnp.einsum("bhgts,bhsd->bhgtd", weights[..., :stop], value)
         if own is not None:
             mixed += jnp.einsum("bhgtk,bhtkd->bhgtd", weights[..., stop:], own[1])

@@ -65,6 +65,7 @@ def hidden_states(target: Transformer, batch: Batch, taps: tuple[int, ...]) -> t
             scale=config.scale,
             window=c.window,
             softcap=config.attention_softcap,
+            sinks=None if layer.attention.sinks is None else layer.attention.sinks[...],
         )
         x = layer.leave(x, layer.attention.join(mixed, normed))
     tapped[config.num_layers] = x

@@ -17,11 +17,14 @@ TARGET_SPECS: tuple[tuple[str, int, P], ...] = (
     (r"attention\.qkv$", 4, P(None, MODEL)),  # [D, Hkv, G + 2, Dh]: whole heads
     (r"attention\.qkv_bias$", 3, P(MODEL)),
     (r"attention\.output$", 2, P(MODEL)),  # [Hkv G Dh, D]
+    (r"attention\.sinks$", 2, P(MODEL)),  # [Hkv, G]
     (r"mlp\.gate_up$", 3, P(None, None, MODEL)),  # [D, 2, F]
     (r"mlp\.gate_up_bias$", 2, P(None, MODEL)),
     (r"mlp\.down$", 2, P(MODEL)),  # [F, D]
     (r"mlp\.gate_up$", 4, P(MODEL)),  # [E, D, 2, F]: whole experts
     (r"mlp\.down$", 3, P(MODEL)),  # [E, F, D]
+    (r"mlp\.gate_up_bias$", 3, P(MODEL)),  # [E, 2, F]
+    (r"mlp\.down_bias$", 2, P(MODEL)),  # [E, D]
     (r"^head$", 2, P(None, MODEL)),  # [D, V]
     (r"^embedding$", 2, P(MODEL)),  # [V, D]
 )

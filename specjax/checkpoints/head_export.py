@@ -257,7 +257,12 @@ def _speculators_config(
     config: EagleConfig, target: Any, verifier: str | None, num_draft: int
 ) -> dict[str, Any]:
     family = getattr(getattr(target, "config", None), "family", None)
-    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    names = {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+    }
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_draft,

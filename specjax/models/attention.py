@@ -96,6 +96,7 @@ def attend(
     masks: Masks,
     scale: float,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """One softmax over cached and new keys.
 
@@ -103,6 +104,8 @@ def attend(
       query: [B, Hkv, G, T, Dh].
       keys, values: the block's own, [B, Hkv, P, Dh].
       cache_keys: [B, Hkv, Dh, S]; cache_values: [B, Hkv, S, Dh].
+      softcap: c * tanh(score / c); None is off.
+      sinks: float32[Hkv, G], one more score of each query head, without a value (gpt-oss, arXiv 2508.10925); None is none.
 
     Returns:
       [B, Hkv, G, T, Dh]; scores, softmax and sums in float32.
@@ -119,8 +122,11 @@ def attend(
     old = scores("bhqd,bhdk->bhqk", cache_keys, masks.cache)
     new = scores("bhqd,bhkd->bhqk", keys, masks.block)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
+    sink = None if sinks is None else jnp.repeat(sinks, size, axis=1)[..., None]
+    top = top if sink is None else jnp.maximum(top, sink)
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
 
     def mix(weights: Array, v: Array) -> Array:
         return jnp.einsum(
@@ -162,6 +168,8 @@ class Attention(nnx.Module):
         self.output_bias = nnx.Param(jnp.zeros(width, dtype)) if config.output_bias else None
         self.query_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
+        # like the norms' weights in float32, as the scores that they join
+        self.sinks = nnx.Param(jnp.zeros((heads, group), jnp.float32)) if config.sinks else None
         self.scale, self.softcap = config.scale, config.attention_softcap
 
     def split(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
@@ -197,5 +205,15 @@ class Attention(nnx.Module):
         query, key, value = self.split(x, angles)
         if prior is not None:
             key, value = prior.extend(key, value)
-        mixed = attend(query, key, value, cache_keys, cache_values, masks, self.scale, self.softcap)
+        mixed = attend(
+            query,
+            key,
+            value,
+            cache_keys,
+            cache_values,
+            masks,
+            self.scale,
+            self.softcap,
+            None if self.sinks is None else self.sinks[...],
+        )
         return self.join(mixed, x), key, value

@@ -97,6 +97,22 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """gpt-oss's activation (arXiv 2508.10925): gate * sigmoid(alpha * gate) * (up + 1) of clamped gate and up.
+
+    Attributes:
+      limit: the gate is clamped from above, up from both sides.
+      alpha: slope of the sigmoid.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
@@ -128,8 +144,9 @@ class TransformerConfig:
       tied: logits use the embedding's rows.
       qkv_bias, output_bias, mlp_bias: which projections carry biases.
       qk_norm: RMS norm over each head's query and key before the rotation.
+      sinks: one learned logit per query head joins each softmax and takes no value.
       post_norms: Gemma's extra norms on what attention and feed-forward add to the stream.
-      activation: of the gated feed-forward part.
+      activation: of the gated feed-forward parts, experts included.
       embedding_scale: factor on embeddings (Gemma: sqrt(D)).
       attention_scale: factor on query-key products; None means head_dim ** -0.5.
       attention_softcap, logit_softcap: c * tanh(x / c); None is off.
@@ -137,6 +154,7 @@ class TransformerConfig:
       normalize_experts: whether the chosen router probabilities are scaled to sum to 1.
       output_gate: what attention gathers is multiplied by the sigmoid of a projection of what it reads (Qwen3.5).
       norm_offset: what files leave out of a norm's weight (Gemma, Qwen3.5: 1).
+      expert_bias: whether router and experts carry biases.
     """
 
     family: str
@@ -156,8 +174,9 @@ class TransformerConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     post_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -168,6 +187,7 @@ class TransformerConfig:
     normalize_experts: bool = True
     output_gate: bool = False
     norm_offset: float = 0.0
+    expert_bias: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -177,6 +197,12 @@ class TransformerConfig:
         if self.rotary % 2 or self.rotary > self.head_dim:
             raise ValueError(
                 f"rotary_dim must be even and at most head_dim {self.head_dim}, got {self.rotary}"
+            )
+        sparse = any(layer.experts for layer in self.layers)
+        if sparse and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                "experts_per_token must be at least 1 and at most num_experts, "
+                f"got {self.experts_per_token} and {self.num_experts}"
             )
 
     @property

@@ -19,7 +19,7 @@ from jax import Array
 
 from specjax.models.attention import Prior, attend, masks
 from specjax.models.cache import Block, Cache
-from specjax.models.config import TransformerConfig
+from specjax.models.config import ClampedSwiGLU, TransformerConfig
 from specjax.models.layers import RMSNorm, matrix, project, rotation
 from specjax.models.transformer import Target, Transformer
 
@@ -50,6 +50,12 @@ class HeadConfig:
 
     def __post_init__(self):
         width, target = self.decoder.hidden_size, self.target_hidden_size
+        sinks, activation = self.decoder.sinks, self.decoder.activation
+        if sinks or isinstance(activation, ClampedSwiGLU):
+            raise ValueError(
+                "decoder: a head has no attention sinks and a plain activation; got "
+                f"sinks {sinks} and activation {activation}"
+            )
         if not self.own_embedding and width != target:
             raise ValueError(
                 f"a head of width {width} cannot use the embedding of a target of width {target}: "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specjax.models.config import Rope, TransformerConfig
+from specjax.models.config import Activation, ClampedSwiGLU, Rope, TransformerConfig
 
 
 def matrix(rngs: nnx.Rngs, *shape: int, dtype, inputs: int | None = None) -> nnx.Param:
@@ -62,12 +62,18 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def activate(name: str, x: Array) -> Array:
-    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
+def gated(activation: Activation, gate: Array, up: Array) -> Array:
+    """What a gated feed-forward part hands to its last product, of its first two; all of one shape."""
+    if isinstance(activation, ClampedSwiGLU):
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.clip(up, -activation.limit, activation.limit)
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
+    act = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return act * up
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward: down(act(gate(x)) * up(x)). gate and up are one matrix [D, 2, F]."""
+    """Gated feed-forward: down(gated(gate(x), up(x))). gate and up are one matrix [D, 2, F]."""
 
     def __init__(self, config: TransformerConfig, *, dtype, rngs: nnx.Rngs):
         width, hidden = config.hidden_size, config.mlp_size
@@ -75,19 +81,25 @@ class MLP(nnx.Module):
         self.down = matrix(rngs, hidden, width, dtype=dtype)
         self.gate_up_bias = nnx.Param(jnp.zeros((2, hidden), dtype)) if config.mlp_bias else None
         self.down_bias = nnx.Param(jnp.zeros(width, dtype)) if config.mlp_bias else None
-        self.activation = config.activation
+        self.activation: Activation = config.activation
 
     def __call__(self, x: Array) -> Array:
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
         both = project(x, self.gate_up[...], bias)
-        hidden = activate(self.activation, both[..., 0, :]) * both[..., 1, :]
+        hidden = gated(self.activation, both[..., 0, :], both[..., 1, :])
         return project(
             hidden, self.down[...], None if self.down_bias is None else self.down_bias[...]
         )
 
 
+def _add(y: Array, bias: nnx.Param | None, chosen: Array) -> Array:
+    """y [*chosen.shape, ...] plus each one's row of a bias [E, ...], if there is one."""
+    return y if bias is None else y + bias[...][chosen]
+
+
 class Experts(nnx.Module):
-    """Mixture of gated experts, `experts_per_token` of them chosen per token (Qwen3-MoE's router).
+    """Mixture of gated experts, `experts_per_token` of them chosen per token (Qwen3-MoE's router; gpt-oss's softmax over
+    the chosen logits is the same with `normalize_experts`).
 
     No capacity limit: a token's output depends on that token alone, so rows cannot influence one another.
     """
@@ -97,14 +109,19 @@ class Experts(nnx.Module):
         self.router = matrix(rngs, width, experts, dtype=dtype)
         self.gate_up = matrix(rngs, experts, width, 2, hidden, dtype=dtype, inputs=width)
         self.down = matrix(rngs, experts, hidden, width, dtype=dtype, inputs=hidden)
-        self.activation = config.activation
+        bias = config.expert_bias
+        self.router_bias = nnx.Param(jnp.zeros(experts, dtype)) if bias else None
+        self.gate_up_bias = nnx.Param(jnp.zeros((experts, 2, hidden), dtype)) if bias else None
+        self.down_bias = nnx.Param(jnp.zeros((experts, width), dtype)) if bias else None
+        self.activation: Activation = config.activation
         self.per_token = config.experts_per_token
         self.normalize = config.normalize_experts
 
     def __call__(self, x: Array) -> Array:
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        router = jax.nn.softmax(project(x, self.router[...]).astype(jnp.float32), axis=-1)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        router = jax.nn.softmax(project(x, self.router[...], bias).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(router, self.per_token)  # [tokens, per_token]
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -116,8 +133,10 @@ class Experts(nnx.Module):
     def _gathered(self, x: Array, chosen: Array) -> Array:
         """Few tokens: read the chosen experts' weights alone. Returns [tokens, per_token, D]."""
         both = jnp.einsum("nd,nkdgf->nkgf", x, self.gate_up[...][chosen])
-        hidden = activate(self.activation, both[:, :, 0]) * both[:, :, 1]
-        return jnp.einsum("nkf,nkfd->nkd", hidden, self.down[...][chosen])
+        both = _add(both, self.gate_up_bias, chosen)
+        hidden = gated(self.activation, both[:, :, 0], both[:, :, 1])
+        y = jnp.einsum("nkf,nkfd->nkd", hidden, self.down[...][chosen])
+        return _add(y, self.down_bias, chosen)
 
     def _grouped(self, x: Array, chosen: Array) -> Array:
         """Many tokens: sort (token, expert) pairs by expert and multiply group by group."""
@@ -128,6 +147,7 @@ class Experts(nnx.Module):
         rows = x[order // self.per_token]
         gate_up = self.gate_up[...].reshape(experts, width, -1)
         both = jax.lax.ragged_dot(rows, gate_up, sizes).reshape(rows.shape[0], 2, -1)
-        hidden = activate(self.activation, both[:, 0]) * both[:, 1]
-        y = jax.lax.ragged_dot(hidden, self.down[...], sizes)
+        both = _add(both, self.gate_up_bias, flat[order])
+        hidden = gated(self.activation, both[:, 0], both[:, 1])
+        y = _add(jax.lax.ragged_dot(hidden, self.down[...], sizes), self.down_bias, flat[order])
         return y[jnp.argsort(order)].reshape(*chosen.shape, width)

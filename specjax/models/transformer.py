@@ -146,7 +146,7 @@ class Transformer(nnx.Module):
 
     Args:
       config: shapes and switches.
-      dtype: of embeddings and matrices; norm weights are always float32.
+      dtype: of embeddings, matrices and biases; norm weights and attention sinks are always float32.
       rngs: for random parameters. Under `jax.eval_shape` nothing is allocated.
     """
 

@@ -3,10 +3,19 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ReplayDrafter, bigram, drafters, grouped, tiny_target
+from zoo import (
+    ReplayDrafter,
+    bigram,
+    drafters,
+    grouped,
+    noisy,
+    tiny_gpt_oss,
+    tiny_head,
+    tiny_target,
+)
 
 import specjax
-from specjax import DraftModel, NGram
+from specjax import DraftModel, Eagle3, NGram, StaticTree, TopKTree
 
 TARGET = tiny_target()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7]]
@@ -32,6 +41,26 @@ def test_greedy_identity(name):
         assert (counts.drafted_per_position.sum(axis=1) <= counts.drafted).all()
     else:
         assert (counts.drafted_per_position.sum(axis=1) == counts.drafted).all()
+
+
+GPT_OSS = tiny_gpt_oss()
+GPT_OSS_DRAFTERS = {
+    "chain": NGram(num_draft=3, min_match=1),
+    "head-tree": Eagle3(tiny_head(GPT_OSS), tree=StaticTree((2, 2))),
+    "model-tree": DraftModel(noisy(GPT_OSS, 0.05), tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
+}
+
+
+@pytest.mark.xdist_group("gpt-oss")
+@pytest.mark.parametrize(
+    "name", ["chain", "head-tree", pytest.param("model-tree", marks=pytest.mark.thorough)]
+)
+def test_greedy_identity_of_gpt_oss(name):
+    """Sinks, experts with biases, clamps and windows."""
+    plain = specjax.generate(GPT_OSS, PROMPTS, max_new_tokens=24)
+    spoken = specjax.generate(GPT_OSS, PROMPTS, drafter=GPT_OSS_DRAFTERS[name], max_new_tokens=24)
+    same(spoken.tokens, plain.tokens)
+    assert spoken.statistics.accepted.sum() > 0
 
 
 def uncached_greedy(prompt, count):
