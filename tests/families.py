@@ -13,6 +13,21 @@ COMMON = {
     "initializer_range": 0.2,
 }
 SLIDING = ["sliding_attention", "full_attention"] * 2
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 150000.0,
+    },
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -97,25 +112,38 @@ FAMILIES = {
         },
     ),
     "phi3": ("Phi3", {"sliding_window": 8, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-variant": (  # clamps that many numbers meet
+        "GptOss",
+        GPT_OSS
+        | {
+            "swiglu_limit": 0.5,
+            "swiglu_alpha": 1.1,
+            "attention_bias": False,
+            "layer_types": SLIDING[::-1],
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
-def save_family(name: str, folder: Path):
-    """Writes the family's tiny model to a folder and returns transformers' own model of it (float32, eager)."""
+def save_family(family: str, folder: Path, **more):
+    """Writes the family's tiny model, with `more` in its config, to a folder and returns transformers' own model of it
+    (float32, eager)."""
     import torch
     import transformers
 
-    kind, changes = FAMILIES[name]
+    kind, changes = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        **(COMMON | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | changes)
+        **(COMMON | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | changes | more)
     )
     config._attn_implementation = "eager"
     model_class = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():  # norms and biases are born as ones and zeros, which would hide mistakes
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model

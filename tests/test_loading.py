@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.checkpoints import weights
 from specjax.checkpoints.huggingface import DEFAULTS, parse_config
-from specjax.checkpoints.weights import CheckpointError, parameter_parts
+from specjax.checkpoints.stacked_experts import BLOCKS, SCALES, file_shapes
+from specjax.checkpoints.weights import CheckpointError, parameter_parts, tensor_shapes
 
 COMMON = {
     "vocab_size": 64,
@@ -42,16 +43,23 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2}
+
+
+def shapes_of(raw: dict, quantised=()) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of a model in Hugging Face's layout, by name; of gpt-oss with the named stacks in MXFP4."""
+    config = parse_config(raw)
+    if config.family == "gpt_oss":
+        return file_shapes(config, quantised)
+    return tensor_shapes(parameter_parts(config))
 
 
 def random_tensors(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a model in Hugging Face's layout, by name, as float32."""
     rng = np.random.default_rng(seed)
-    parts = [p for pieces in parameter_parts(parse_config(raw)).values() for p in pieces]
-    shapes = {part.name: part.shape for part in parts}
     return {
         name: rng.normal(0.0, 0.3 if len(shape) == 1 else 0.2, shape).astype(np.float32)
-        for name, shape in shapes.items()
+        for name, shape in shapes_of(raw).items()
     }
 
 
@@ -95,7 +103,7 @@ def write_shards(folder, raw, tensors, count=3):
     return folder
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3_MOE])
+@pytest.mark.parametrize("family", [LLAMA, QWEN3_MOE, GPT_OSS])
 def test_shards_equal_one_file(family, tmp_path):
     raw = COMMON | family
     tensors = random_tensors(raw)
@@ -160,6 +168,7 @@ FAMILIES = [
     {"model_type": "gemma2"},
     {"model_type": "gemma3_text"},
     {"model_type": "phi3"},
+    GPT_OSS,
 ]
 
 
@@ -211,6 +220,7 @@ SPARSE = {
     "gemma2": SIZES,
     "gemma3_text": {"num_hidden_layers": 7},
     "phi3": SIZES,
+    "gpt_oss": {"num_hidden_layers": 3},
 }
 
 
@@ -226,6 +236,8 @@ def test_silent_configs_mean_what_transformers_takes_them_for(family):
         nulls = {"rope_scaling": None, "mlp_only_layers": None}
     elif family == "mistral":
         nulls = {"rope_scaling": None, "sliding_window": None, "head_dim": None}
+    elif family == "gpt_oss":
+        nulls = dict.fromkeys(("rope_scaling", "rope_parameters", "layer_types", "sliding_window"))
     for extra in ({}, nulls):
         raw = SPARSE[family] | extra
         theirs = transformers.AutoConfig.for_model(family, **raw).to_dict()
@@ -263,8 +275,25 @@ OLD = {  # as the hub's config.json files spell it: the family's tiny model, fie
         "sliding_window_pattern": 2,
     },
     "phi3": {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
+    "gpt-oss": {  # what the published config.json holds beside sizes, and nothing of alpha
+        "num_local_experts": 6,
+        "experts_per_token": 2,
+        "initial_context_length": 4096,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9,
+    },
 }
 NEW = ("rope_parameters", "layer_types", "dtype", "num_local_experts", "_sliding_window_pattern")
+NEW += ("swiglu_alpha",)
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -354,6 +383,14 @@ def test_sparse_text_part_of_a_published_multimodal_config():
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types must"),
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "rope type must.*got 'su'"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": "two"}, "invalid literal"),
+        (GPT_OSS | {"num_experts_per_tok": 7}, "experts_per_token must.* num_experts, got 7 and 6"),
+        (GPT_OSS | {"hidden_act": "gelu_pytorch_tanh"}, "must be one of silu; got 'gelu"),
+        (GPT_OSS | {"swiglu_limit": None}, "float"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "got quant_method 'mxfp4' of.*'llama'",
+        ),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' of.*'gpt"),
     ],
 )
 def test_config_that_is_not_supported(change, match, tmp_path):
@@ -544,21 +581,35 @@ LARGE |= {"head_dim": 64}
 TABLE = LARGE | {"tie_word_embeddings": True, "vocab_size": 96000, "num_hidden_layers": 1}
 
 
+# the stacks of experts are the largest tensors
+STACKS = LARGE | GPT_OSS | {"num_local_experts": 16, "intermediate_size": 768, "vocab_size": 512}
+STACKS["num_hidden_layers"] = 2
+
+
 @pytest.mark.parametrize(
     ("raw", "stored", "dtype"),
     [
         (LARGE, "float32", "float32"),
         (LARGE, "bfloat16", "bfloat16"),
         (TABLE, "float32", "float32"),  # nearly all of it one tensor
+        (STACKS, "float32", "float32"),
+        (STACKS, "mxfp4", "float32"),
     ],
 )
 def test_peak_memory_stays_near_the_models_size(raw, stored, dtype, folder, tmp_path):
-    """74 to 80 million parameters: about 300 MB in float32."""
-    kind = ml_dtypes.bfloat16 if stored == "bfloat16" else np.float32
-    parts = [p for pieces in parameter_parts(parse_config(raw)).values() for p in pieces]
+    """63 to 80 million parameters: about 300 MB in float32."""
+    kind = np.float32 if stored == "float32" else ml_dtypes.bfloat16
+    stacks = [name for name in shapes_of(raw) if stored == "mxfp4" and name.endswith("up_proj")]
+    stacks += [name.replace("gate_up", "down") for name in stacks]
+
+    def values(name, shape):
+        packed = name.endswith((BLOCKS, SCALES))
+        return np.full(shape, 127, np.uint8) if packed else np.full(shape, 0.5, kind)
+
     large = tmp_path / "large"
     try:
-        write_folder(large, raw, {p.name: np.full(p.shape, 0.5, kind) for p in parts})
+        shapes = shapes_of(raw, stacks)
+        write_folder(large, raw, {name: values(name, s) for name, s in shapes.items()})
         ratio = peak(folder, large, dtype)
     finally:
         shutil.rmtree(large)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import specjax
 
-GOLDEN = ["llama", "llama3rope", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma3"]
+GOLDEN = ["llama", "llama3rope", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt-oss"]
 
 
 def run(target, tokens, pieces):

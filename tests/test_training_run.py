@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from folders import write_folder
 from rich.console import Console
-from zoo import tiny_target
+from zoo import tiny_gpt_oss, tiny_target
 
 import specjax
 
@@ -36,6 +36,7 @@ from training.data import (
     read_summary,
 )
 from training.features import FeatureFile, check_features, write_features
+from training.heads import new_head
 from training.logs import read_log
 from training.loop import TrainingStopped, train
 
@@ -83,8 +84,8 @@ def config(data, output, **changes):
     return TrainConfig(**(fields | changes))
 
 
-def run(settings):
-    return train(settings, target=TARGET, stop_token_ids=(), console=QUIET)
+def run(settings, target=TARGET):
+    return train(settings, target=target, stop_token_ids=(), console=QUIET)
 
 
 def same(a, b):
@@ -221,6 +222,38 @@ def test_other_heads_draft_better_than_untrained_ones(data, tmp_path, name):
         assert np.abs(result.head.readout.markov.after).max() > 0
 
 
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_heads_of_gpt_oss_are_llamas(layout, tmp_path):
+    """Nothing of the target's sinks, experts and clamps; its rope, YaRN without rounding, travels."""
+    target = tiny_gpt_oss()
+    head = new_head(config(tmp_path, tmp_path, draft_vocab_size=0), target, None)
+    decoder = head.config.decoder
+    assert (decoder.family, decoder.activation, decoder.sinks) == ("llama", "silu", False)
+    assert decoder.ropes == target.config.ropes
+    specjax.save_head(head, tmp_path, layout, target=target)
+    written = json.loads((tmp_path / "config.json").read_text())
+    if layout == "speculators":
+        verifier = written["speculators_config"]["verifier"]
+        assert verifier["architectures"] == ["GptOssForCausalLM"]
+    again = specjax.load_head(tmp_path, target)
+    assert again.config == head.config
+    same(again, head)
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("run")
+def test_head_of_gpt_oss_trains_and_decodes(data, tmp_path):
+    target = tiny_gpt_oss()
+    result = run(config(data, tmp_path, max_updates=4), target)
+    losses = [row["loss"] for row in read_log(tmp_path) if row["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    prompts = [[3, 1, 4], [2, 7, 1, 8, 2, 8]]
+    plain = specjax.generate(target, prompts, max_new_tokens=20)
+    drafter = specjax.Eagle3(specjax.load_head(result.folder, target), num_draft=3)
+    spoken = specjax.generate(target, prompts, drafter=drafter, max_new_tokens=20)
+    same(spoken.tokens, plain.tokens)
+
+
 SPREAD = """
 import sys
 from pathlib import Path
@@ -237,6 +270,14 @@ qkv = target.layers[0].attention.qkv[...]
 assert {s.data.shape for s in qkv.addressable_shards} == {(32, 1, 4, 8)}, qkv.sharding
 head = place_head({"fc": jax.numpy.zeros((96, 32))}, make_mesh(8, 1))["fc"]
 assert {s.data.shape for s in head.addressable_shards} == {(12, 32)}
+layer = place_target(t.tiny_gpt_oss(), make_mesh(4, 2)).layers[0]
+for x, size in (
+    (layer.attention.sinks, (1, 2)),
+    (layer.mlp.gate_up, (3, 32, 2, 24)),
+    (layer.mlp.gate_up_bias, (3, 2, 24)),
+    (layer.mlp.down_bias, (3, 32)),
+):
+    assert {s.data.shape for s in x[...].addressable_shards} == {size}, x.sharding
 """
 
 

@@ -20,7 +20,13 @@ from specjax.checkpoints.mtp import (
 )
 from specjax.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder, read_json
 from specjax.checkpoints.sources import resolve
-from specjax.checkpoints.weights import CheckpointError, Parts, check_tensors, fill_parameters
+from specjax.checkpoints.weights import (
+    CheckpointError,
+    Parts,
+    check_tensors,
+    fill_parameters,
+    tensor_shapes,
+)
 from specjax.models.eagle import EagleConfig, EagleHead
 from specjax.models.heads import Head, HeadConfig, check_head
 from specjax.models.mtp import MTPConfig, MTPHead
@@ -74,7 +80,7 @@ def load_head(
         what = "a P-EAGLE head"
     maps = {name: file.read(name) for name in MAPS if name in file.shapes}
     ids = draft_ids(config, maps, str(folder))
-    check_tensors(parts, file.shapes, str(folder), what, lambda name: name in spare)
+    check_tensors(tensor_shapes(parts), file.shapes, str(folder), what, lambda name: name in spare)
 
     def create() -> Head:
         rngs = nnx.Rngs(0)
@@ -113,7 +119,7 @@ def _eagle(
 ) -> Found:
     where = str(folder / "config.json")
     config = parse_head_config(raw, None if model is None else model.config, where, taps)
-    file = SafetensorsFolder(folder, rename=head_tensor, types=TYPES, pickled=PICKLED)
+    file = SafetensorsFolder(folder, rename=head_tensor, types=lambda _: TYPES, pickled=PICKLED)
     if model is not None:
         check_head(config, model)
     config = replace(
@@ -146,7 +152,7 @@ def _mtp(
         raise ValueError(f"taps of an MTP module are the last layer's output, got {taps}")
     config, layers = parse_mtp_config(raw, dialect, where)
     file = SafetensorsFolder(
-        folder, rename=mtp_renamer(dialect, layers), types=TYPES, pickled=PICKLED
+        folder, rename=mtp_renamer(dialect, layers), types=lambda _: TYPES, pickled=PICKLED
     )
     if "eh_proj.weight" not in file.shapes:
         raise CheckpointError(

@@ -1,13 +1,14 @@
 """Hugging Face folders: what config.json means, and the whole model."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from specjax.checkpoints.safetensors_folder import SafetensorsFolder, read_json, same_name
+from specjax.checkpoints.stacked_experts import StackedExperts, stored_types
 from specjax.checkpoints.weights import CheckpointError, load_parameters
-from specjax.models.config import LayerConfig, Rope, TransformerConfig
+from specjax.models.config import Activation, ClampedSwiGLU, LayerConfig, Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 
 # What a family's config class in transformers assumes where config.json is silent. A null in
@@ -71,6 +72,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "gpt_oss": {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rms_norm_eps": 1e-5,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    },
 }
 REQUIRED = (
     "vocab_size",
@@ -81,7 +109,7 @@ REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
@@ -101,13 +129,15 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> Transformer
       CheckpointError: an architecture that is not supported, or fields that are missing or make no
         sense.
     """
+    family = raw.get("model_type")
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{where}: quantised safetensors are not supported, got quant_method {method!r}; "
-            "use the unquantised checkpoint or a GGUF file"
-        )
-    family = raw.get("model_type")
+        if (family, method) != ("gpt_oss", "mxfp4"):
+            raise CheckpointError(
+                f"{where}: of quantised safetensors, gpt_oss in mxfp4 alone is supported; got "
+                f"quant_method {method!r} of model_type {family!r}; use the unquantised checkpoint "
+                "or a GGUF file"
+            )
     if family == "gemma3" and isinstance(raw.get("text_config"), dict):
         return parse_config({**raw["text_config"], "model_type": "gemma3_text"}, where)
     if family == "mimo":  # Qwen2 with an MTP module, which `load_head` reads
@@ -136,15 +166,13 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
     ropes, rope_of_layer = _ropes(family, c, windows)
     parameters = c.get("rope_parameters") or {}
     partial = c.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))
-    activation = c["hidden_activation"] if gemma else c.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
-        )
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: only causal models can be decoded from")
+    gpt_oss = family == "gpt_oss"
     experts = int(c.get("num_local_experts") or c.get("num_experts") or 0)
-    experts = experts if family == "qwen3_moe" else 0
+    experts = experts if family in ("qwen3_moe", "gpt_oss") else 0
+    sparse = _sparse(family, c, count) if experts else [False] * count
+    expert_size = "intermediate_size" if gpt_oss else "moe_intermediate_size"
     biased = bool(c.get("attention_bias")) and family not in ("mistral", "qwen2", "phi3")
     return TransformerConfig(
         family=family,
@@ -158,9 +186,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
             LayerConfig(
                 window=windows[i],
                 rope=rope_of_layer[i],
-                experts=experts > 0
-                and i not in (c.get("mlp_only_layers") or ())
-                and (i + 1) % int(c["decoder_sparse_step"]) == 0,
+                experts=sparse[i],
             )
             for i in range(count)
         ),
@@ -174,17 +200,38 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         post_norms=gemma,
-        activation=ACTIVATIONS[activation],
+        sinks=gpt_oss,
+        activation=_activation(family, c),
         embedding_scale=float(c["hidden_size"]) ** 0.5 if gemma else 1.0,
         attention_scale=float(c["query_pre_attn_scalar"]) ** -0.5 if gemma else None,
         attention_softcap=c.get("attn_logit_softcapping") if family == "gemma2" else None,
         logit_softcap=c.get("final_logit_softcapping") if gemma else None,
         num_experts=experts,
         experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
-        expert_size=int(c["moe_intermediate_size"]) if experts else 0,
-        normalize_experts=bool(c.get("norm_topk_prob")),
+        expert_size=int(c[expert_size]) if experts else 0,
+        normalize_experts=gpt_oss or bool(c.get("norm_topk_prob")),
+        expert_bias=gpt_oss,
         norm_offset=1.0 if gemma else 0.0,
     )
+
+
+def _activation(family: str, c: dict[str, Any]) -> Activation:
+    gemma = family.startswith("gemma")
+    name = c["hidden_activation"] if gemma else c.get("hidden_act", "silu")
+    known = ("silu",) if family == "gpt_oss" else tuple(ACTIVATIONS)
+    if name not in known:
+        raise ValueError(f"the activation must be one of {', '.join(known)}; got {name!r}")
+    if family == "gpt_oss":
+        return ClampedSwiGLU(limit=float(c["swiglu_limit"]), alpha=float(c["swiglu_alpha"]))
+    return ACTIVATIONS[name]
+
+
+def _sparse(family: str, c: dict[str, Any], count: int) -> list[bool]:
+    """Which layers of a mixture of experts have them."""
+    if family == "gpt_oss":
+        return [True] * count
+    dense, step = c.get("mlp_only_layers") or (), int(c["decoder_sparse_step"])
+    return [i not in dense and (i + 1) % step == 0 for i in range(count)]
 
 
 def _windows(family: str, c: dict[str, Any], count: int) -> list[int | None]:
@@ -217,8 +264,9 @@ def _ropes(
 
     Gemma 3 has another one in sliding layers.
     """
-    theta, context = float(c.get("rope_theta") or 10000.0), int(c["max_position_embeddings"])
-    fields = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    silent, context = DEFAULTS[family], int(c["max_position_embeddings"])  # as is a null here
+    theta = float(c.get("rope_theta") or silent.get("rope_theta", 10000.0))
+    fields = c.get("rope_parameters") or c.get("rope_scaling") or silent.get("rope_scaling", {})
     if family != "gemma3_text":
         rope = _rope(fields, theta, context)
         if family == "phi3" and rope.kind != "default":
@@ -289,10 +337,15 @@ def load_folder(folder: Path, dtype: jnp.dtype) -> Transformer:
     """A Hugging Face folder as a `Transformer`.
 
     Raises:
-      CheckpointError: see `parse_config`, `SafetensorsFolder` and `load_parameters`.
+      CheckpointError: see `parse_config`, `SafetensorsFolder`, `StackedExperts` and
+        `load_parameters`.
     """
     raw = read_json(folder / "config.json")
     config = parse_config(raw, str(folder / "config.json"))
     vision = raw["model_type"] == "gemma3"
-    file = SafetensorsFolder(folder, rename=_text_name if vision else same_name)
+    if config.family == "gpt_oss":
+        stored = SafetensorsFolder(folder, types=stored_types)
+        file = StackedExperts(stored, config, str(folder))
+    else:
+        file = SafetensorsFolder(folder, rename=_text_name if vision else same_name)
     return load_parameters(config, file, dtype, str(folder))

@@ -22,6 +22,10 @@ def same_name(name: str) -> str | None:
     return name
 
 
+def floats(_: str) -> Sequence[str]:
+    return FLOATS
+
+
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`, of the index where there is one.
 
@@ -31,7 +35,7 @@ class SafetensorsFolder:
     Args:
       folder: where the files lie.
       rename: from the names in the files to ours; None leaves a tensor out.
-      types: of tensors, in safetensors' spelling; the floating ones by default.
+      types: that the tensor of a name may have, in safetensors' spelling; the floating ones by default.
       pickled: what the message adds where there are no safetensors.
 
     Raises:
@@ -44,7 +48,7 @@ class SafetensorsFolder:
         folder: Path,
         *,
         rename: Callable[[str], str | None] = same_name,
-        types: Sequence[str] = FLOATS,
+        types: Callable[[str], Sequence[str]] = floats,
         pickled: str = PICKLES_REFUSED,
     ):
         self._place: dict[str, tuple[Path, str]] = {}
@@ -58,10 +62,11 @@ class SafetensorsFolder:
                         if name is None:
                             continue
                         view = file.get_slice(stored)
-                        if view.get_dtype() not in types:
+                        if view.get_dtype() not in types(name):
                             problems.append(
-                                f"{path.name}: tensor {stored} must be one of {', '.join(types)}; "
-                                f"got {view.get_dtype()} (quantised safetensors are not supported)"
+                                f"{path.name}: tensor {stored} must be one of "
+                                f"{', '.join(types(name))}; got {view.get_dtype()} (of quantised "
+                                "safetensors, gpt-oss's MXFP4 alone is supported)"
                             )
                         if name in self.shapes:
                             problems.append(f"tensor {name} is there twice, again in {path.name}")
@@ -73,7 +78,8 @@ class SafetensorsFolder:
         if problems:
             raise CheckpointError("\n  ".join([f"{folder}: unusable weights", *problems]))
 
-    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
+    def read(self, name: str, rows: slice | tuple[slice, ...] = EVERYTHING) -> np.ndarray:
+        """Some rows of a tensor; a tuple cuts its further dimensions too."""
         path, stored = self._place[name]
         with safe_open(path, framework="np") as file:
             return file.get_slice(stored)[rows]

@@ -7,6 +7,7 @@ all checked before the first tensor is read, and every problem is reported at on
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import jax
@@ -138,6 +139,8 @@ def attention_parts(
     yield "output", [Part(f"{at}.o_proj.weight", (config.hidden_size, mixed), (), True)]
     if config.output_bias:
         yield "output_bias", [Part(f"{at}.o_proj.bias", (config.hidden_size,))]
+    if config.sinks:
+        yield "sinks", [Part(f"{at}.sinks", (config.num_heads,))]
 
 
 def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Part], list[Part]]:
@@ -149,19 +152,33 @@ def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Pa
     return gate_up, [Part(f"{at}.down_proj.weight", (width, hidden), index, True)]
 
 
+def _gated_biases(
+    at: str, width: int, hidden: int, index: tuple = ()
+) -> tuple[list[Part], list[Part]]:
+    """Parts of the biases beside them, [2, F] and [D]."""
+    gate_up = [
+        Part(f"{at}.{x}_proj.bias", (hidden,), (*index, i)) for i, x in enumerate(("gate", "up"))
+    ]
+    return gate_up, [Part(f"{at}.down_proj.bias", (width,), index)]
+
+
 def mlp_parts(
     config: TransformerConfig, at: str, experts: bool = False
 ) -> Iterator[tuple[str, list[Part]]]:
     """Of one feed-forward part."""
     width, hidden = config.hidden_size, config.mlp_size
     if experts:
-        yield "router", [Part(f"{at}.gate.weight", (config.num_experts, width), (), True)]
-        pairs = [
-            _gated(f"{at}.experts.{e}", width, config.expert_size, (e,))
-            for e in range(config.num_experts)
-        ]
+        count, hidden = config.num_experts, config.expert_size
+        router = f"{at}.router" if config.family == "gpt_oss" else f"{at}.gate"
+        yield "router", [Part(f"{router}.weight", (count, width), (), True)]
+        pairs = [_gated(f"{at}.experts.{e}", width, hidden, (e,)) for e in range(count)]
         yield "gate_up", [part for gate_up, _ in pairs for part in gate_up]
         yield "down", [part for _, down in pairs for part in down]
+        if config.expert_bias:
+            yield "router_bias", [Part(f"{router}.bias", (count,))]
+            biases = [_gated_biases(f"{at}.experts.{e}", width, hidden, (e,)) for e in range(count)]
+            yield "gate_up_bias", [part for gate_up, _ in biases for part in gate_up]
+            yield "down_bias", [part for _, down in biases for part in down]
         return
     gate_up, down = _gated(at, width, hidden)
     if config.family == "phi3":  # one tensor, the rows of the gate first
@@ -169,11 +186,9 @@ def mlp_parts(
     yield "gate_up", gate_up
     yield "down", down
     if config.mlp_bias:
-        yield (
-            "gate_up_bias",
-            [Part(f"{at}.{x}_proj.bias", (hidden,), (i,)) for i, x in enumerate(("gate", "up"))],
-        )
-        yield "down_bias", [Part(f"{at}.down_proj.bias", (width,))]
+        gate_up, down = _gated_biases(at, width, hidden)
+        yield "gate_up_bias", gate_up
+        yield "down_bias", down
 
 
 def norm_part(config: TransformerConfig, name: str, size: int | None = None) -> list[Part]:
@@ -224,7 +239,7 @@ def parameter_parts(config: TransformerConfig) -> Parts:
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.", "mtp_layers.")
 
 
-def _ignored(name: str, config: TransformerConfig) -> bool:
+def passed_over(name: str, config: TransformerConfig) -> bool:
     """Tensors that are no part of the model: buffers of old releases, a tied model's copy of its table, MTP modules."""
     extra = f"model.layers.{config.num_layers}."  # where DeepSeek and GLM put theirs
     return (
@@ -234,8 +249,13 @@ def _ignored(name: str, config: TransformerConfig) -> bool:
     )
 
 
+def tensor_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
+    """The tensors that a table of parts is made of."""
+    return {part.name: part.shape for pieces in parts.values() for part in pieces}
+
+
 def check_tensors(
-    parts: Parts,
+    expected: dict[str, tuple[int, ...]],
     shapes: dict[str, tuple[int, ...]],
     where: str,
     what: str,
@@ -244,13 +264,12 @@ def check_tensors(
     """Raises `CheckpointError` with every missing, unknown and misshapen tensor.
 
     Args:
-      parts: what is expected.
+      expected: what should be there.
       shapes: what is there.
       where: the file's name, for the message.
       what: the kind of model, for the message.
       ignored: whether a tensor carries nothing.
     """
-    expected = {p.name: p.shape for ps in parts.values() for p in ps}
     missing = [
         f"missing tensor {name}, expected shape {shape}"
         for name, shape in expected.items()
@@ -352,5 +371,6 @@ def load_parameters(
       CheckpointError: tensors are missing, unknown or of the wrong shape.
     """
     parts = parameter_parts(config)
-    check_tensors(parts, file.shapes, where, config.family, lambda name: _ignored(name, config))
+    ignored = partial(passed_over, config=config)
+    check_tensors(tensor_shapes(parts), file.shapes, where, config.family, ignored)
     return fill_parameters(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)), parts, file)
