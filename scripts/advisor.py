@@ -56,7 +56,7 @@ class Options:
     context: int = 2048
     limit: int = 2
     max_new_tokens: int = 128
-    repeats: int = 5
+    repeats: int = 3
     price_per_hour: float | None = None
     json: Path | None = None
     write: Path | None = None

@@ -509,6 +509,22 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     assert "--speculative-config" not in str(plain.command)
 
 
+def test_networks_are_tried_where_they_are_named(tmp_path):
+    """A head's kind is its file's, and lengths are set without loading it again."""
+    specjax.save_head(HEAD, tmp_path / "head", layout="speculators")
+    options = advisor.Options(drafters=("ngram",), head=str(tmp_path / "head"))
+    lookup, head = advisor.find_candidates(options, TARGET)
+    assert (lookup.name, lookup.longest, lookup.kind) == ("ngram", 15, "look-up")
+    assert (head.name, head.longest, head.kind) == ("head", 7, "network")
+    drafter = head.make(2, RoundCosts((1, 8), (1.0, 2.0)))
+    assert isinstance(drafter, Eagle3) and drafter.num_draft == 2
+    wrong = tiny_target(vocab_size=40)
+    with pytest.raises(ValueError, match="made for another target"):
+        advisor.find_candidates(options, wrong)
+    with pytest.raises(ValueError, match="nothing to try"):
+        advisor.find_candidates(advisor.Options(drafters=()), TARGET)
+
+
 def test_equals_go_to_the_adaptive_one():
     """A fixed drafter must promise visibly more to be chosen before one that adapts to the text."""
     costs = RoundCosts((1, 2, 4, 8), (1.0, 1.2, 1.4, 1.6))
