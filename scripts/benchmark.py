@@ -26,12 +26,14 @@ from common import (
     OtherDrafter,
     describe_device,
     make_drafter,
+    read_prompts,
+    read_workloads,
     use_compilation_cache,
 )
 from peers import PEERS, Engine
 from rich.console import Console
 from rich.table import Table
-from workloads import measure_workloads, read_workloads
+from workloads import measure_workloads
 
 import specjax
 from specjax.decoding import decode, prefill
@@ -226,8 +228,7 @@ def measure_split(
     target: Any, options: Options, tokenizer: specjax.Tokenizer
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of the parts of a round, by drafter, on the first prompt."""
-    text = next(iter(read_workloads(options.prompts, 1).values()))[0]
-    prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+    prompt = tokenizer.encode_chat(read_prompts(options.prompts)[0].conversation)
     table = Table("drafter", "round, ms", "draft", "verify", "rest", title="Parts of a round")
     result = {}
     for name in ("none", *options.drafters):
@@ -244,10 +245,9 @@ def measure_batch(
     target: Any, options: Options, tokenizer: specjax.Tokenizer, slots: int = 16
 ) -> dict[str, float]:
     """Tokens per second through one slot and through many, refilled, plain."""
-    texts = [t for texts in read_workloads(options.prompts, options.limit).values() for t in texts][
-        :32
-    ]
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": t}]) for t in texts]
+    workloads = read_workloads(options.prompts, options.limit).values()
+    conversations = [c for some in workloads for c in some][:32]
+    prompts = [tokenizer.encode_chat(c) for c in conversations]
     prompts = [p for p in prompts if len(p) < 400]
     result = {}
     for size in (1, slots):

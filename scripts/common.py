@@ -1,9 +1,13 @@
 """What the commands share: how they start and how they name drafters."""
 
+import difflib
 import json
 import os
-from collections.abc import Callable, Iterator
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -82,6 +86,7 @@ def make_drafter(
     draft_model: str | None = None,
     exit_layer: int | None = None,
     head: str | None = None,
+    costs: Sequence[float] | None = None,
     target: Any = None,
 ) -> Any:
     """The drafter of a command line's name; None for "none".
@@ -91,13 +96,17 @@ def make_drafter(
       num_draft: None leaves the drafter's own default.
       draft_model: source of a draft model.
       exit_layer: layers of early exit.
-      head: folder or hub id of an EAGLE-3 head for `target`.
+      head: folder or hub id of a trained head for `target`, of any kind.
+      costs: of every block width in passes of one token, for an adaptive drafter; a guess otherwise.
 
     Raises:
       ValueError: unknown name, or something missing that it needs.
     """
     if name in DRAFTERS:
-        return DRAFTERS[name](num_draft)
+        drafter = DRAFTERS[name](num_draft)
+        if costs is not None and isinstance(drafter, specjax.Adaptive):
+            drafter = replace(drafter, costs=tuple(costs))
+        return drafter
     match name:
         case "draft-model":
             if draft_model is None:
@@ -117,31 +126,81 @@ def make_drafter(
     raise ValueError(f"drafter must be one of {names}; got {name!r}")
 
 
-def read_conversations(path: Path) -> list[list[dict[str, str]]]:
-    """Every prompt of a file as a conversation: JSON lines with `prompt`, `turns` or `messages`, or one text.
+Conversation = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line of a file of prompts.
+
+    Attributes:
+      workload: what kind it says it is; "prompts" where it says nothing.
+      conversation: up to the user's last turn.
+    """
+
+    workload: str
+    conversation: Conversation
+
+
+def _conversation(row: dict[str, Any]) -> Conversation | None:
+    """What a line's `messages`, `turns` or `prompt` say; None where they are not what they should be."""
+    if "messages" in row:
+        messages = row["messages"]
+        good = isinstance(messages, list) and all(
+            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            for m in messages
+        )
+        return messages if good and messages else None
+    turns = row["turns"] if "turns" in row else [row["prompt"]]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        return None
+    return [{"role": "user", "content": turns[0]}] if turns[0].strip() else None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Every prompt of a file: JSON lines with `prompt`, `turns` or `messages`, and maybe `workload`; or one text.
 
     Raises:
-      ValueError: a line that has none of these, with its number.
+      ValueError: a line that has none of these, or an empty one, with its number; a file without prompts.
     """
     content = path.read_text()
+    if not content.strip():
+        raise ValueError(f"{path}: expected at least one prompt, got an empty file")
     if path.suffix != ".jsonl":
-        return [[{"role": "user", "content": content}]]
-    found: list[list[dict[str, str]]] = []
+        return [Prompt("prompts", [{"role": "user", "content": content}])]
+    found: list[Prompt] = []
     for number, line in enumerate(content.splitlines(), 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+            got = "an empty line" if not line.strip() else f"what is not JSON: {error}"
+            raise ValueError(f"{path}:{number}: expected a JSON object, got {got}") from error
         if not isinstance(row, dict) or not row.keys() & {"messages", "turns", "prompt"}:
             raise ValueError(
                 f"{path}:{number}: expected prompt, turns or messages, got {str(row)[:80]}"
             )
-        if "messages" in row:
-            found.append(row["messages"])
-        else:
-            first = row["turns"][0] if "turns" in row else row["prompt"]
-            found.append([{"role": "user", "content": first}])
+        conversation = _conversation(row)
+        if conversation is None:
+            raise ValueError(
+                f"{path}:{number}: expected a prompt of some text, turns whose first is one, or messages with role and "
+                f"content; got {str(row)[:80]}"
+            )
+        found.append(Prompt(str(row.get("workload", "prompts")), conversation))
     return found
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Every prompt of a file as a conversation. See `read_prompts`."""
+    return [prompt.conversation for prompt in read_prompts(path)]
+
+
+def read_workloads(path: Path, limit: int) -> dict[str, list[Conversation]]:
+    """The first `limit` conversations of every workload of a file. See `read_prompts`."""
+    workloads: dict[str, list[Conversation]] = defaultdict(list)
+    for prompt in read_prompts(path):
+        if len(workloads[prompt.workload]) < limit:
+            workloads[prompt.workload].append(prompt.conversation)
+    return dict(workloads)
 
 
 def encode_conversations(
@@ -149,3 +208,27 @@ def encode_conversations(
 ) -> list[list[int]]:
     """The first `limit` conversations of a file, as token ids up to the assistant's turn."""
     return [tokenizer.encode_chat(c) for c in read_conversations(path)[:limit]]
+
+
+def config_arguments(path: Path, names: Sequence[str]) -> list[str]:
+    """A TOML file of options as the arguments that say the same, for `tyro` to check.
+
+    Args:
+      names: of the options that a file may set.
+
+    Raises:
+      ValueError: no TOML, or a key that means nothing, with what may have been meant.
+    """
+    try:
+        row = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from error
+    arguments: list[str] = []
+    for key, value in row.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; expected {', '.join(names)}"
+            raise ValueError(f"{path}: unknown key {key!r}{hint}")
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{key.replace('_', '-')}", *map(str, values)]
+    return arguments

@@ -5,13 +5,14 @@ python scripts/generate.py --target smollm2-135m-instruct --drafter ngram --prom
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import tyro
 from common import (
     DrafterName,
     OtherDrafter,
+    config_arguments,
     describe_device,
     make_drafter,
     read_conversations,
@@ -30,12 +31,15 @@ class Options:
     """Decode prompts, plainly or speculatively.
 
     Attributes:
+      config: a TOML file with any of the options below but prompts and `json`, as `advise.py --write` makes them; what is
+        given on the command line wins.
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       drafter: what proposes tokens.
       draft_model: source of the drafter `draft-model`.
       exit_layer: layers that the drafter `early-exit` runs.
       head: folder or hub id of the head that `head` and `hybrid-head` (n-gram first) draft with.
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
+      costs: of a target pass of every block width in passes of one token, for adaptive drafters; `advise.py` measures them.
       prompt: a prompt; may be given several times.
       prompt_file: a text file with one prompt, or JSON lines with `prompt`, `turns` or `messages`.
       raw: continue the text as it is, without the chat template.
@@ -49,12 +53,14 @@ class Options:
       json: write the results to this file.
     """
 
+    config: Path | None = None
     target: str = "smollm2-135m-instruct"
     drafter: DrafterName | OtherDrafter = "ngram"
     draft_model: str | None = None
     exit_layer: int | None = None
     head: str | None = None
     num_draft: int | None = None
+    costs: tuple[float, ...] | None = None
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompt_file: Path | None = None
     raw: bool = False
@@ -66,6 +72,19 @@ class Options:
     repetition_penalty: float = 1.0
     seed: int = 0
     json: Path | None = None
+
+
+NOT_IN_FILES = ("config", "prompt", "prompt_file", "raw", "json")
+
+
+def parse() -> Options:
+    """The command line over what the file of `--config` says."""
+    options = tyro.cli(Options, description=__doc__)
+    if options.config is None:
+        return options
+    names = [f.name for f in fields(Options) if f.name not in NOT_IN_FILES]
+    arguments = config_arguments(options.config, names)
+    return tyro.cli(Options, description=__doc__, args=[*arguments, *sys.argv[1:]])
 
 
 def main(options: Options) -> None:
@@ -91,6 +110,7 @@ def main(options: Options) -> None:
         draft_model=options.draft_model,
         exit_layer=options.exit_layer,
         head=options.head,
+        costs=options.costs,
         target=target,
     )
     tokenizer = specjax.load_tokenizer(options.target)
@@ -142,7 +162,7 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Options, description=__doc__))
+        main(parse())
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         sys.exit(1)

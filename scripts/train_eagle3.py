@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import use_compilation_cache
+from common import read_workloads, use_compilation_cache
 from rich.console import Console
 from rich.table import Table
-from workloads import read_workloads
 
 import specjax
 
@@ -50,8 +49,8 @@ def evaluate(config: TrainConfig, result: Result) -> None:
     target = specjax.load_target(config.target)
     tokenizer = specjax.load_tokenizer(config.target)
     workloads = {
-        name: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
-        for name, texts in read_workloads(config.decode_prompts, 8).items()
+        name: [tokenizer.encode_chat(c) for c in conversations]
+        for name, conversations in read_workloads(config.decode_prompts, 8).items()
     }
     drafter = specjax.head_drafter(specjax.load_head(result.folder, target), config.steps)
     table = Table("workload", "length, greedy", "per position", "length, T=1", title="Decoding")

@@ -1,31 +1,17 @@
 """Drafters against plain decoding, workload by workload, for `benchmark.py`."""
 
-import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import count_compilations, make_drafter
+from common import Conversation, count_compilations, make_drafter
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import specjax
 from specjax.monitoring import Monitor
-
-
-def read_workloads(path: Path, limit: int) -> dict[str, list[str]]:
-    """The first `limit` first turns of every workload."""
-    workloads: dict[str, list[str]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        texts = workloads[row["workload"]]
-        if len(texts) < limit:
-            texts.append(row["turns"][0] if "turns" in row else row["prompt"])
-    return dict(workloads)
 
 
 def oracle_cost(prompt: list[int], answer: list[int], curve: dict[int, float]) -> float:
@@ -56,10 +42,58 @@ def oracle_cost(prompt: list[int], answer: list[int], curve: dict[int, float]) -
     return cost
 
 
+def decode_in_turn(
+    target: Any,
+    batches: Sequence[Sequence[Sequence[int]]],
+    drafters: Mapping[str, Any],
+    *,
+    sampling: specjax.Sampling,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    console: Console,
+    description: str = "",
+) -> dict[str, list[specjax.Generation]]:
+    """Every batch of prompts with every drafter in turn, so that what slows the machine down slows all of them.
+
+    A run in which anything was compiled is repeated: times are of decoding alone. Batch i has key i.
+    """
+    found: dict[str, list[specjax.Generation]] = {name: [] for name in drafters}
+    for i, prompts in enumerate(
+        track(
+            batches,
+            description=description,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+    ):
+        for name, drafter in drafters.items():
+            run = partial(
+                specjax.generate,
+                target,
+                prompts,
+                drafter=drafter,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                key=i,
+                stop_token_ids=stop_token_ids,
+            )
+            with count_compilations() as compiled:
+                out = run()
+            found[name].append(run() if compiled else out)
+    return found
+
+
+def tokens_per_second(outs: Sequence[specjax.Generation]) -> float:
+    """New tokens of all rows over the seconds of decoding."""
+    emitted = sum(int(out.statistics.emitted.sum()) for out in outs)
+    return emitted / sum(out.decode_seconds for out in outs)
+
+
 def measure_workloads(
     target: Any,
     tokenizer: specjax.Tokenizer,
-    workloads: dict[str, list[str]],
+    workloads: dict[str, list[Conversation]],
     names: Sequence[str],
     *,
     temperature: float,
@@ -79,42 +113,39 @@ def measure_workloads(
     table.add_column("oracle")
     table.add_column("identical")
     result: dict[str, Any] = {}
-    for workload, texts in workloads.items():
-        seconds, tokens = defaultdict(float), defaultdict(int)
+    for workload, conversations in workloads.items():
+        prompts = [tokenizer.encode_chat(c) for c in conversations]
+        outs = decode_in_turn(
+            target,
+            [[prompt] for prompt in prompts],
+            drafters,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=tokenizer.stop_token_ids,
+            console=console,
+            description=workload,
+        )
         counts = {name: Monitor() for name in drafters}
-        same, ideal = defaultdict(int), 0.0
-        for i, text in enumerate(
-            track(texts, description=workload, console=console, transient=True)
-        ):
-            prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
-            plain = None
-            for name, drafter in drafters.items():
-                run = partial(
-                    specjax.generate,
-                    target,
-                    [prompt],
-                    drafter=drafter,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sampling,
-                    key=i,
-                    stop_token_ids=tokenizer.stop_token_ids,
-                )
-                with count_compilations() as compiled:
-                    out = run()
-                if compiled:
-                    out = run()
-                plain = out if plain is None else plain
-                seconds[name] += out.decode_seconds
-                tokens[name] += len(out.tokens[0])
+        for name, runs in outs.items():
+            for out in runs:
                 counts[name].add(out.statistics)
-                same[name] += np.array_equal(plain.tokens[0], out.tokens[0])
-            assert plain is not None
-            ideal += oracle_cost(prompt, plain.tokens[0].tolist(), curve)
-        speeds = {name: tokens[name] / seconds[name] for name in drafters}
+        tokens = counts["plain"].emitted
+        same = {
+            name: sum(
+                np.array_equal(a.tokens[0], b.tokens[0])
+                for a, b in zip(runs, outs["plain"], strict=True)
+            )
+            for name, runs in outs.items()
+        }
+        ideal = sum(
+            oracle_cost(prompt, out.tokens[0].tolist(), curve)
+            for prompt, out in zip(prompts, outs["plain"], strict=True)
+        )
+        speeds = {name: tokens_per_second(runs) for name, runs in outs.items()}
         result[workload] = {
-            "prompts": len(texts),
+            "prompts": len(prompts),
             "plain_tokens_per_second": speeds["plain"],
-            "oracle_speed_up": tokens["plain"] / ideal,
+            "oracle_speed_up": tokens / ideal,
             "drafters": {
                 name: {
                     "tokens_per_second": speeds[name],
@@ -127,14 +158,14 @@ def measure_workloads(
         }
         table.add_row(
             workload,
-            str(tokens["plain"]),
+            str(tokens),
             f"{speeds['plain']:.1f}",
             *(
                 f"{speeds[n] / speeds['plain']:.2f}x ({counts[n].mean_acceptance_length:.2f})"
                 for n in names
             ),
-            f"{tokens['plain'] / ideal:.2f}x",
-            "/".join(str(same[n]) for n in names) + f" of {len(texts)}",
+            f"{tokens / ideal:.2f}x",
+            "/".join(str(same[n]) for n in names) + f" of {len(prompts)}",
         )
     means = {
         n: float(np.mean([w["drafters"][n]["speed_up"] for w in result.values()])) for n in names

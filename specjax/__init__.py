@@ -1,5 +1,14 @@
 """Speculative decoding in JAX: draft, verify and accept in one jitted loop, following the target's distribution exactly."""
 
+from specjax.advice import (
+    AcceptanceProfile,
+    Memory,
+    Prediction,
+    RoundCosts,
+    break_even,
+    estimate_memory,
+    predict,
+)
 from specjax.batching import Completion, generate_stream, generate_to_file
 from specjax.checkpoints import CheckpointError, Tokenizer, load_target, load_tokenizer
 from specjax.checkpoints.head_export import save_head
@@ -18,6 +27,7 @@ from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.translated import TranslatedModel, translate
 from specjax.drafters.tree import StaticTree, TopKTree
+from specjax.engines import EngineCommand, engine_commands
 from specjax.generate import Generation, Piece, generate, stream
 from specjax.models.transformer import Target, Transformer
 from specjax.monitoring import Monitor
@@ -27,6 +37,7 @@ from specjax.verification import Verification
 
 __all__ = [
     "MTP",
+    "AcceptanceProfile",
     "Adaptive",
     "CheckpointError",
     "Completion",
@@ -34,15 +45,19 @@ __all__ = [
     "Drafter",
     "Eagle3",
     "EarlyExit",
+    "EngineCommand",
     "Generation",
     "Guard",
     "Hybrid",
+    "Memory",
     "Monitor",
     "NGram",
     "NoDrafter",
     "PEagle",
     "Piece",
+    "Prediction",
     "Proposal",
+    "RoundCosts",
     "Sampling",
     "StaticTree",
     "Statistics",
@@ -53,6 +68,9 @@ __all__ = [
     "Transformer",
     "TranslatedModel",
     "Verification",
+    "break_even",
+    "engine_commands",
+    "estimate_memory",
     "generate",
     "generate_stream",
     "generate_to_file",
@@ -60,6 +78,7 @@ __all__ = [
     "load_head",
     "load_target",
     "load_tokenizer",
+    "predict",
     "save_head",
     "stream",
     "translate",

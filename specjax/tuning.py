@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints.vocabulary import check_same_tokens, shared_tokens
-from specjax.decoding import decode, draft, prefill, verify
+from specjax.decoding import DecodeState, decode, draft, prefill, verify
+from specjax.drafters.base import Observation
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.generate import bucket, generate, prepare
@@ -48,6 +49,17 @@ def time_pass(
     return (time.perf_counter() - began) / passes
 
 
+def measure_passes(
+    target: Target, widths: Sequence[int], *, batch: int = 1, slots: int = 512, repeats: int = 3
+) -> np.ndarray:
+    """Seconds of a pass of every width, medians of measurements in turn: float64[widths]."""
+    times = np.zeros((repeats + 1, len(widths)))
+    for attempt in range(repeats + 1):  # the first compiles
+        for i, width in enumerate(widths):
+            times[attempt, i] = time_pass(target, width, batch=batch, slots=slots)
+    return np.median(times[1:], axis=0)
+
+
 def measure_costs(
     target: Target, widths: Sequence[int], *, batch: int = 1, slots: int = 512, repeats: int = 3
 ) -> np.ndarray:
@@ -55,12 +67,77 @@ def measure_costs(
 
     For `Adaptive(drafter, costs=measure_costs(target, ladder(drafter.num_draft)))`.
     """
-    times = np.zeros((repeats + 1, len(widths)))
-    for attempt in range(repeats + 1):  # the first compiles
-        for i, width in enumerate(widths):
-            times[attempt, i] = time_pass(target, width, batch=batch, slots=slots)
-    medians = np.median(times[1:], axis=0)
+    medians = measure_passes(target, widths, batch=batch, slots=slots, repeats=repeats)
     return medians / medians[0]
+
+
+def time_call(function: Any, *arguments: Any, repeats: int = 5) -> float:
+    """Seconds of a call, the mean of `repeats`, after one that compiles."""
+    jax.block_until_ready(function(*arguments))
+    began = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(function(*arguments))
+    return (time.perf_counter() - began) / repeats
+
+
+def nothing(target: Target, drafter: Any, state: DecodeState) -> jax.Array:
+    """What handing over a model's arrays costs, which a round inside the loop does not pay."""
+    return state.length
+
+
+def measure_draft_cost(
+    target: Target,
+    drafter: Any,
+    prompt: Sequence[int],
+    *,
+    batch: int = 1,
+    max_new_tokens: int = 64,
+    repeats: int = 5,
+) -> float:
+    """Cost of one proposal after a prompt, in target passes over one token: the median of measurements in turn.
+
+    What a head makes of a round's committed tokens is part of it.
+
+    Args:
+      prompt: token ids.
+      batch: rows, all of this prompt.
+      max_new_tokens: room that the caches have beside the prompt.
+    """
+    drafter, state, chunk = prepare(
+        target,
+        [prompt] * batch,
+        drafter=drafter,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(),
+        key=0,
+        stop_token_ids=(),
+    )
+    state = prefill(target, drafter, state, chunk)
+    tokens = jnp.zeros((batch, drafter.num_draft + 1), jnp.int32)
+    taps = jax.eval_shape(lambda: target(tokens, tokens, state.cache, taps=drafter.taps)).taps
+    seen = Observation(
+        tokens=tokens,
+        count=jnp.full(batch, tokens.shape[1], jnp.int32),
+        taps=jnp.zeros(taps.shape, taps.dtype),
+        next_token=tokens[:, 0],
+    )
+
+    def propose(target: Target, drafter: Any, state: DecodeState) -> Any:
+        return draft(target, drafter, state)[1]
+
+    def observe(target: Target, drafter: Any, state: DecodeState) -> Any:
+        after = drafter.observe(target, state.drafter_state, seen)
+        return jax.tree.map(lambda x: x.ravel()[:1], after)  # its arrays stay where they are
+
+    hand_over = jax.jit(nothing)
+    parts = [jax.jit(part) for part in ([propose, observe] if drafter.taps else [propose])]
+    ratios = []
+    for _ in range(repeats + 1):
+        call = time_call(hand_over, target, drafter, state)
+        spent = sum(time_call(part, target, drafter, state) - call for part in parts)
+        whole = time_pass(target, 1, batch=batch, slots=state.tokens.shape[1])
+        ratios.append(spent / whole)
+    return max(float(np.median(ratios[1:])), 0.0)  # the first compiled
 
 
 def time_split(
@@ -101,29 +178,19 @@ def time_split(
     prepared = jax.jit(draft)
     propose = jax.jit(lambda *given: draft(*given)[1])
     check = jax.jit(lambda *given: verify(*given).acceptance)
-    nothing = jax.jit(lambda target, drafter, state: state.length)
+    hand_over = jax.jit(nothing)
     found: dict[str, list[float]] = {"call": [], "draft": [], "verify": [], "round": []}
-
-    def timed(name: str, repeats: int, function: Any, *arguments: Any) -> None:
-        jax.block_until_ready(function(*arguments))  # compiled by now
-        began = time.perf_counter()
-        for _ in range(repeats):
-            jax.block_until_ready(function(*arguments))
-        found[name].append((time.perf_counter() - began) / repeats)
-
     decode(target, drafter, jax.tree.map(jnp.copy, state), step)  # compiles
     for _ in range(points):
         _, proposal, context = prepared(target, drafter, state)
-        timed("call", 5, nothing, target, drafter, state)
-        timed("draft", 5, propose, target, drafter, state)
-        timed("verify", 5, check, target, drafter, state, proposal, context)
+        found["call"].append(time_call(hand_over, target, drafter, state))
+        found["draft"].append(time_call(propose, target, drafter, state))
+        found["verify"].append(time_call(check, target, drafter, state, proposal, context))
         began = time.perf_counter()
         state = jax.block_until_ready(decode(target, drafter, state, step))
         found["round"].append((time.perf_counter() - began) / step)
     means = {name: float(np.mean(seconds)) for name, seconds in found.items()}
-    call = means.pop(
-        "call"
-    )  # handing over a model's arrays, which a round inside the loop does not pay
+    call = means.pop("call")
     means |= {name: max(means[name] - call, 0.0) for name in ("draft", "verify")}
     return means | {"rest": means["round"] - means["draft"] - means["verify"]}
 

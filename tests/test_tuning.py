@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_vocabulary import folder
-from zoo import bigram, noisy, tiny_target
+from zoo import bigram, noisy, tiny_head, tiny_target
 
 import specjax
-from specjax import DraftModel, EarlyExit, Monitor, NGram, Sampling
+from specjax import DraftModel, Eagle3, EarlyExit, Monitor, NGram, Sampling
 from specjax.checkpoints.vocabulary import shared_tokens
 from specjax.drafters.translated import TranslatedModel, translate
 from specjax.tuning import (
@@ -17,6 +17,7 @@ from specjax.tuning import (
     expected_tokens,
     layer_changes,
     measure_costs,
+    measure_draft_cost,
     time_split,
     try_layers,
 )
@@ -64,6 +65,19 @@ def test_costs_start_at_one():
 
 
 @pytest.mark.thorough
+def test_what_a_proposal_costs():
+    """In passes of the target: a draft that is the target itself costs its number of passes, a head some share of that."""
+    options = {"batch": 2, "max_new_tokens": 8, "repeats": 3}
+    drafters = {
+        "look-up": NGram(num_draft=2),
+        "itself": DraftModel(TARGET, num_draft=5),
+        "head": Eagle3(tiny_head(TARGET), num_draft=3),
+    }
+    costs = {n: measure_draft_cost(TARGET, d, [1, 2, 1, 2], **options) for n, d in drafters.items()}
+    assert costs["itself"] > 1.5 and costs["itself"] > costs["look-up"] >= 0
+    assert np.isfinite(costs["head"]) and costs["head"] > 0
+
+
 def test_other_tokens_are_refused_and_translated(tmp_path):
     """The draft reads and proposes the target's ids; tokens that it lacks are never proposed."""
     words = [f"w{i}" for i in range(11)]

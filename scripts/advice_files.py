@@ -1,0 +1,150 @@
+"""Advice as files and as other engines' commands, for `advise.py`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from advisor import Advice, Options
+from common import describe_device
+
+import specjax
+from specjax.advice import LEAST_GAIN, best_prediction
+from specjax.trees import ladder
+
+
+def setting_fields(advice: Advice, options: Options) -> dict[str, Any]:
+    """The setting as options of `generate.py`."""
+    choice = advice.choices[options.temperature, options.batch[0]]
+
+    def absolute(source: str) -> str:
+        return str(Path(source).absolute()) if Path(source).exists() else source
+
+    found: dict[str, Any] = {
+        "target": absolute(options.target),
+        "drafter": choice.trial.candidate.name if choice.pays else "none",
+    }
+    if choice.pays:
+        found["num_draft"] = choice.prediction.num_draft
+        if choice.trial.candidate.kind == "adaptive":
+            curve = advice.curves[options.batch[0]]
+            widths = np.asarray(ladder(choice.prediction.num_draft))
+            found["costs"] = [round(float(c), 3) for c in curve.pass_cost(widths)]
+        used = {"draft-model": ("draft_model", options.draft), "head": ("head", options.head)}
+        field, given = used.get(choice.trial.candidate.name, ("", None))
+        if given is not None:
+            found[field] = absolute(given)
+    return found | {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+    }
+
+
+def write_setting(path: Path, advice: Advice, options: Options) -> None:
+    """The setting as TOML, with why."""
+    choice = advice.choices[options.temperature, options.batch[0]]
+    lines = [
+        "# Written by scripts/advise.py; use it with",
+        f"#   python scripts/generate.py --config {path} --prompt TEXT",
+        f"# {describe_device()}; batch {options.batch[0]}",
+        f"# expected {choice.prediction.speed_up:.2f}x over plain decoding"
+        + (f", measured {choice.check.speed_up:.2f}x" if choice.check else ""),
+    ]
+    # of these plain values JSON and TOML write the same
+    lines += [f"{k} = {json.dumps(v)}" for k, v in setting_fields(advice, options).items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def engine_commands(advice: Advice, options: Options) -> list[specjax.EngineCommand]:
+    """The setting in the other engines' words."""
+    choice = advice.choices[options.temperature, options.batch[0]]
+    candidate = choice.trial.candidate
+    by_batch: dict[int, int] = {}
+    for batch in sorted(advice.curves):
+        best = best_prediction(choice.trial.predictions(advice.costs[batch][candidate.name]))
+        by_batch[batch] = best.num_draft if best.speed_up >= LEAST_GAIN else 0
+    drafter = None
+    if choice.pays:
+        drafter = candidate.make(choice.prediction.num_draft, advice.curves[options.batch[0]])
+    return specjax.engine_commands(
+        drafter,
+        target=options.target,
+        draft=options.draft,
+        head=options.head,
+        sampled=options.temperature > 0,
+        drafts_by_batch=by_batch,
+    )
+
+
+def to_json(advice: Advice, options: Options) -> dict[str, Any]:
+    """Every figure; NaN as null."""
+
+    def known(x: float) -> float | None:
+        return None if np.isnan(x) else float(x)
+
+    def profile(p: specjax.AcceptanceProfile) -> dict[str, Any]:
+        return {
+            "rounds": p.rounds,
+            "tokens_per_round": p.tokens(),
+            "acceptance_per_position": [known(x) for x in p.per_position],
+            "proposed": p.proposed.tolist(),
+            "accepted": p.accepted.tolist(),
+            "basis": p.basis,
+        }
+
+    def prediction(p: specjax.Prediction) -> dict[str, Any]:
+        return vars(p) | {"width": p.width, "speed_up": p.speed_up}
+
+    choices = []
+    for (temperature, batch), choice in advice.choices.items():
+        row = {
+            "temperature": temperature,
+            "batch": batch,
+            "drafter": choice.trial.candidate.name,
+            "prediction": prediction(choice.prediction),
+            "measured": vars(choice.check) if choice.check else None,
+            "speculate": choice.pays,
+        }
+        choices.append(row)
+    return {
+        "target": options.target,
+        "device": describe_device(),
+        "prompts": advice.workloads,
+        "verify_curve": {
+            str(batch): {
+                "widths": list(curve.widths),
+                "cost": list(curve.verify),
+                "seconds_per_pass": advice.seconds[batch],
+                "break_even_acceptance": [
+                    known(specjax.break_even(curve, width - 1)) for width in curve.widths[1:]
+                ],
+            }
+            for batch, curve in advice.curves.items()
+        },
+        "drafters": [
+            {
+                "drafter": trial.candidate.name,
+                "temperature": temperature,
+                **profile(trial.profile),
+                "workloads": {w: profile(p) for w, p in trial.by_workload.items()},
+                "measured_speed_up": trial.measured,
+                "draft_cost": {
+                    str(batch): costs[trial.candidate.name].draft
+                    for batch, costs in advice.costs.items()
+                },
+                "predictions": {
+                    str(batch): [
+                        prediction(p) for p in trial.predictions(costs[trial.candidate.name])
+                    ]
+                    for batch, costs in advice.costs.items()
+                },
+            }
+            for temperature, trials in advice.trials.items()
+            for trial in trials
+        ],
+        "choices": choices,
+        "memory": {str(batch): vars(m) | {"total": m.total} for batch, m in advice.memory.items()},
+        "setting": setting_fields(advice, options),
+        "engines": [vars(c) for c in engine_commands(advice, options)],
+    }

@@ -1,0 +1,379 @@
+"""The measurements behind `advise.py`: what stood, what it cost, and what the best setting did."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import DrafterName, make_drafter, read_workloads
+from rich.console import Console
+from workloads import decode_in_turn, tokens_per_second
+
+import specjax
+from specjax.advice import LEAST_GAIN, best_prediction
+from specjax.generate import bucket
+from specjax.trees import ladder
+from specjax.tuning import measure_draft_cost, measure_passes
+
+HERE = Path(__file__).parent
+TIE = 0.02  # predictions this close are the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Advise on speculation.
+
+    Attributes:
+      target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
+      prompts: JSON lines with `prompt`, `turns` or `messages`, and maybe `workload`: what the model will be asked.
+      drafters: the ones to try that need no training.
+      draft: source of a draft model to try.
+      head: folder or hub id of a trained head to try: EAGLE-3, P-EAGLE, MTP.
+      num_draft: drafts per round at most; by default 15 of look-ups and 7 of networks.
+      temperature, top_k, top_p: how the model will be sampled; temperature 0 is measured in any case.
+      batch: rows that will decode together; the setting is for the first, the others tell where speculation stops paying.
+      context: tokens of prompt and output together, for the memory.
+      limit: prompts per workload.
+      max_new_tokens: per prompt.
+      repeats: measurements of every cost; medians are used.
+      price_per_hour: of the machine, in any currency.
+      json: write every figure to this file.
+      write: write the setting to this file, for `generate.py --config`.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    prompts: Path = HERE / "prompts.jsonl"
+    drafters: tuple[DrafterName, ...] = ("ngram", "suffix", "adaptive")
+    draft: str | None = None
+    head: str | None = None
+    num_draft: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    batch: tuple[int, ...] = (1,)
+    context: int = 2048
+    limit: int = 2
+    max_new_tokens: int = 128
+    repeats: int = 3
+    price_per_hour: float | None = None
+    json: Path | None = None
+    write: Path | None = None
+
+    def __post_init__(self):
+        for name in ("num_draft", "limit", "max_new_tokens", "repeats", "context"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be a whole number >= 1, got {value}")
+        if not self.batch or min(self.batch) < 1 or len(set(self.batch)) < len(self.batch):
+            raise ValueError(f"batch must be distinct whole numbers >= 1, got {self.batch}")
+        price = self.price_per_hour
+        if price is not None and not (math.isfinite(price) and price > 0):
+            raise ValueError(f"price_per_hour must be a positive number, got {price}")
+        if "none" in self.drafters:
+            raise ValueError("drafters must propose something; plain decoding is always measured")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter to try.
+
+    Attributes:
+      name: `generate.py`'s for it.
+      longest: drafts per round in the measurement.
+      make: the drafter of so many drafts, with the verify curve of a batch size.
+      kind: look-ups cost the same for any number of drafts; adaptive drafters choose it themselves; networks pay for
+        each.
+    """
+
+    name: str
+    longest: int
+    make: Callable[[int, specjax.RoundCosts], Any]
+    kind: str
+
+    @property
+    def choices(self) -> range:
+        """Numbers of drafts to choose from."""
+        return range(self.longest if self.kind == "adaptive" else 1, self.longest + 1)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate at one temperature, on the prompts.
+
+    Attributes:
+      candidate: who.
+      temperature: at which.
+      profile: what stood, over all prompts; by_workload: the same by workload.
+      measured: speed-up at the longest proposal, batch 1, over plain decoding in turn.
+    """
+
+    candidate: Candidate
+    temperature: float
+    profile: specjax.AcceptanceProfile
+    by_workload: dict[str, specjax.AcceptanceProfile]
+    measured: float
+
+    def predictions(self, costs: specjax.RoundCosts) -> list[specjax.Prediction]:
+        return [specjax.predict(self.profile, costs, k) for k in self.candidate.choices]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A setting run against plain decoding in turn.
+
+    Attributes:
+      speed_up: measured; by_workload: the same, where it was run by workload.
+      scatter: speed of plain decoding measured a second time over the first, less 1.
+      plain: tokens per second of plain decoding, all rows together.
+    """
+
+    speed_up: float
+    by_workload: dict[str, float]
+    scatter: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate at a batch size and temperature.
+
+    Attributes:
+      trial: of the candidate.
+      prediction: of its best number of drafts.
+      check: what it did; None where it was not worth running.
+    """
+
+    trial: Trial
+    prediction: specjax.Prediction
+    check: Check | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is advised."""
+        confirmed = self.check is None or self.check.speed_up >= 1
+        return self.prediction.speed_up >= LEAST_GAIN and confirmed
+
+
+def find_candidates(options: Options, target: specjax.Transformer) -> list[Candidate]:
+    """The drafters to try, loaded and checked against the target."""
+    found = []
+    for name in dict.fromkeys(options.drafters):
+        longest = options.num_draft or 15
+
+        def make(k: int, costs: specjax.RoundCosts, name: str = name) -> Any:
+            curve = costs.pass_cost(np.asarray(ladder(k))).tolist()
+            return make_drafter(name, k, costs=curve)
+
+        adaptive = name.startswith("adaptive")
+        found.append(Candidate(name, longest, make, "adaptive" if adaptive else "look-up"))
+    longest = options.num_draft or 7
+    networks: dict[str, Any] = {}
+    if options.draft is not None:
+        networks["draft-model"] = specjax.DraftModel(specjax.load_target(options.draft))
+    if options.head is not None:
+        networks["head"] = specjax.head_drafter(specjax.load_head(options.head, target))
+    for name, drafter in networks.items():
+        drafter.check(target)
+
+        def resize(k: int, _: specjax.RoundCosts, drafter: Any = drafter) -> Any:
+            return replace(drafter, num_draft=k)
+
+        found.append(Candidate(name, longest, resize, "network"))
+    if not found:
+        raise ValueError("nothing to try: name drafters, a draft model or a head")
+    return found
+
+
+class Advisor:
+    """Takes the measurements in turn."""
+
+    def __init__(self, options: Options, console: Console):
+        self.options, self.console = options, console
+        self.target = specjax.load_target(options.target)
+        if options.context > self.target.context_length:
+            raise ValueError(
+                f"context must be at most the target's {self.target.context_length}, got {options.context}"
+            )
+        self.tokenizer = specjax.load_tokenizer(options.target)
+        self.workloads = {
+            name: [self.tokenizer.encode_chat(c) for c in conversations]
+            for name, conversations in read_workloads(options.prompts, options.limit).items()
+        }
+        self.prompts = [p for prompts in self.workloads.values() for p in prompts]
+        self.candidates = find_candidates(options, self.target)
+        self.longest = max(c.longest for c in self.candidates)
+
+    def run(
+        self,
+        batches: list[list[list[int]]],
+        drafters: dict[str, Any],
+        temperature: float,
+        description: str,
+    ) -> dict[str, list[specjax.Generation]]:
+        options = self.options
+        sampling = specjax.Sampling(
+            temperature=temperature, top_k=options.top_k, top_p=options.top_p
+        )
+        return decode_in_turn(
+            self.target,
+            batches,
+            drafters,
+            sampling=sampling,
+            max_new_tokens=options.max_new_tokens,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            console=self.console,
+            description=description,
+        )
+
+    def measure_curve(self, batch: int) -> tuple[specjax.RoundCosts, float]:
+        """The verify curve at a batch size, and the seconds of a pass over one token."""
+        widths = ladder(self.longest)
+        room = max(map(len, self.prompts)) + self.options.max_new_tokens + self.longest + 2
+        seconds = measure_passes(
+            self.target, widths, batch=batch, slots=bucket(room), repeats=self.options.repeats
+        )
+        return specjax.RoundCosts(widths, tuple(seconds), batch=batch), float(seconds[0])
+
+    def measure_drafting(
+        self, candidate: Candidate, costs: specjax.RoundCosts
+    ) -> specjax.RoundCosts:
+        """The curve with what this candidate's proposals cost at its batch size."""
+        counts = (
+            sorted({1, candidate.longest}) if candidate.kind == "network" else [candidate.longest]
+        )
+        spent = [
+            measure_draft_cost(
+                self.target,
+                candidate.make(k, costs),
+                min(self.prompts, key=len),
+                batch=costs.batch,
+                max_new_tokens=self.options.max_new_tokens,
+                repeats=self.options.repeats,
+            )
+            for k in counts
+        ]
+        each = max((spent[-1] - spent[0]) / max(counts[-1] - counts[0], 1), 0.0)
+        return replace(costs, draft=(max(spent[-1] - each * counts[-1], 0.0), each))
+
+    def try_out(self, costs: specjax.RoundCosts, temperature: float) -> list[Trial]:
+        """Every candidate on every prompt, beside plain decoding."""
+        drafters = {"plain": None} | {c.name: c.make(c.longest, costs) for c in self.candidates}
+        outs = {
+            workload: self.run(
+                [[p] for p in prompts], drafters, temperature, f"T={temperature:g} {workload}"
+            )
+            for workload, prompts in self.workloads.items()
+        }
+        joined = {name: [out for w in outs.values() for out in w[name]] for name in drafters}
+        profile = specjax.AcceptanceProfile.measured
+        return [
+            Trial(
+                candidate=c,
+                temperature=temperature,
+                profile=profile(out.statistics for out in joined[c.name]),
+                by_workload={
+                    w: profile(out.statistics for out in o[c.name]) for w, o in outs.items()
+                },
+                measured=tokens_per_second(joined[c.name]) / tokens_per_second(joined["plain"]),
+            )
+            for c in self.candidates
+        ]
+
+    def check(self, choice: Choice, costs: specjax.RoundCosts) -> Check:
+        """The choice against plain decoding, which is run twice to show the machine's own scatter."""
+        candidate, size = choice.trial.candidate, costs.batch
+        setting = candidate.make(choice.prediction.num_draft, costs)
+        drafters = {"plain": None, "setting": setting, "again": None}
+        parts = self.workloads if size == 1 else {"": self.prompts}
+        outs = {}
+        for workload, prompts in parts.items():
+            filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // size) * size)]
+            batches = [filled[i : i + size] for i in range(0, len(filled), size)]
+            name = f"checking at batch {size} {workload}"
+            outs[workload] = self.run(batches, drafters, choice.trial.temperature, name)
+        joined = {name: [out for w in outs.values() for out in w[name]] for name in drafters}
+        speeds = {name: tokens_per_second(runs) for name, runs in joined.items()}
+        return Check(
+            speed_up=speeds["setting"] / speeds["plain"],
+            by_workload={
+                w: tokens_per_second(o["setting"]) / tokens_per_second(o["plain"])
+                for w, o in outs.items()
+            }
+            if size == 1
+            else {},
+            scatter=speeds["again"] / speeds["plain"] - 1,
+            plain=speeds["plain"],
+        )
+
+
+def choose(trials: Sequence[Trial], costs: dict[str, specjax.RoundCosts]) -> Choice:
+    """The trial with the best prediction under these costs, by candidate; of those that come within `TIE` of it an adaptive
+    one, which stops drafting where the text turns out otherwise."""
+    best = [Choice(t, best_prediction(t.predictions(costs[t.candidate.name]))) for t in trials]
+    least = (1 - TIE) * max(choice.prediction.speed_up for choice in best)
+    equals = [choice for choice in best if choice.prediction.speed_up >= least]
+    return max(equals, key=lambda c: (c.trial.candidate.kind == "adaptive", c.prediction.speed_up))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All that was found.
+
+    Attributes:
+      workloads: prompts by workload.
+      curves: the verify curve by batch size; seconds: of a pass over one token.
+      costs: the curve and what drafting costs, by batch size and candidate.
+      trials: by temperature.
+      choices: the best by temperature and batch size; those at the asked-for temperature were run if they promised
+        enough.
+      memory: of the chosen setting, by batch size.
+    """
+
+    workloads: dict[str, int]
+    curves: dict[int, specjax.RoundCosts]
+    seconds: dict[int, float]
+    costs: dict[int, dict[str, specjax.RoundCosts]]
+    trials: dict[float, list[Trial]]
+    choices: dict[tuple[float, int], Choice]
+    memory: dict[int, specjax.Memory]
+
+
+def advise(advisor: Advisor) -> Advice:
+    """Measures everything: costs, acceptance, and the best setting itself."""
+    options, say = advisor.options, advisor.console.print
+    say("the verify curve ...", style="dim")
+    measured = {batch: advisor.measure_curve(batch) for batch in options.batch}
+    single = measured[1] if 1 in measured else advisor.measure_curve(1)
+    say("what drafting costs ...", style="dim")
+    costs = {
+        batch: {c.name: advisor.measure_drafting(c, curve) for c in advisor.candidates}
+        for batch, (curve, _) in measured.items()
+    }
+    say("every drafter on every prompt, a shape's first run compiles ...", style="dim")
+    trials = {t: advisor.try_out(single[0], t) for t in sorted({0.0, options.temperature})}
+    choices = {
+        (t, batch): choose(rows, costs[batch]) for t, rows in trials.items() for batch in costs
+    }
+    memory = {}
+    for batch in options.batch:
+        at = options.temperature, batch
+        choice, drafter = choices[at], None
+        if choice.pays:
+            say(f"the best against plain decoding, batch {batch} ...", style="dim")
+            used = costs[batch][choice.trial.candidate.name]
+            choices[at] = choice = replace(choice, check=advisor.check(choice, used))
+        if choice.pays:
+            drafter = choice.trial.candidate.make(choice.prediction.num_draft, measured[batch][0])
+        memory[batch] = specjax.estimate_memory(
+            advisor.target, drafter, batch=batch, context=options.context
+        )
+    return Advice(
+        workloads={name: len(prompts) for name, prompts in advisor.workloads.items()},
+        curves={batch: curve for batch, (curve, _) in measured.items()},
+        seconds={batch: seconds for batch, (_, seconds) in measured.items()},
+        costs=costs,
+        trials=trials,
+        choices=choices,
+        memory=memory,
+    )
