@@ -282,6 +282,11 @@ def test_import_of_export(changes, tmp_path):
     assert again.config == head.config
     for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+    if (
+        changes.get("post_norm") is False
+    ):  # all that it reads lies in its own file but the embedding
+        alone = specjax.load_head(tmp_path)
+        assert alone.target_norm is None
     with pytest.raises(ValueError, match="layout 'sglang' is not one of an MTP module"):
         specjax.save_head(head, tmp_path, "sglang")
 

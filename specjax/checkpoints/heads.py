@@ -75,12 +75,20 @@ def load_head(
     kind = _eagle if dialect is None else partial(_mtp, dialect=dialect)
     config, file, parts, borrowed = kind(folder, raw, model, taps)
     spare = {*MAPS, *borrowed, *(() if config.own_embedding else ("embed_tokens.weight",))}
-    what = "an MTP module" if isinstance(config, MTPConfig) else "an EAGLE-3 head"
+    what = "an EAGLE-3 head"
+    if isinstance(config, MTPConfig):
+        what = "an MTP module"
+        spare.add("target_norm.weight")  # of the target's own files; not every module reads it
     if isinstance(config, EagleConfig) and config.mask_token_id is not None:
         what = "a P-EAGLE head"
     maps = {name: file.read(name) for name in MAPS if name in file.shapes}
     ids = draft_ids(config, maps, str(folder))
     check_tensors(tensor_shapes(parts), file.shapes, str(folder), what, lambda name: name in spare)
+
+    if borrowed and model is None:
+        raise CheckpointError(
+            f"{folder}: missing tensor {', '.join(sorted(borrowed))}, which only a target of the head's width could give"
+        )
 
     def create() -> Head:
         rngs = nnx.Rngs(0)
@@ -96,15 +104,11 @@ def load_head(
         return head
 
     head = fill_parameters(create, parts, file)
-    if borrowed and model is None:
-        raise CheckpointError(
-            f"{folder}: missing {', '.join(borrowed)}, which only a target of the head's width could give"
-        )
     if model is not None and "lm_head.weight" in borrowed:
         rows = model.head[...] if ids is None else jnp.take(model.head[...], ids, axis=1)
         head.readout.head = nnx.Param(rows.astype(dtype))
     if model is not None and "target_norm.weight" in borrowed and isinstance(head, MTPHead):
-        head.target_norm = model.norm if head.config.post_norm else None
+        head.target_norm = model.norm
     if ids is not None:
         head.ids = nnx.Variable(jnp.asarray(ids))
     return head
@@ -165,9 +169,9 @@ def _mtp(
     else:
         config = replace(config, own_embedding="embed_tokens.weight" in file.shapes)
     parts, borrowed = mtp_parts(config), set()
-    if model is not None or not config.post_norm:
+    if model is not None and config.post_norm:
         borrowed.add("target_norm.weight")
-        parts.pop("target_norm.weight", None)
+        del parts["target_norm.weight"]
     shared = model is not None and not config.mapped and not DIALECTS[dialect].own_rows
     if shared or "lm_head.weight" not in file.shapes:
         borrowed.add("lm_head.weight")
