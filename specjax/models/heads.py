@@ -8,6 +8,7 @@ the target yet, and takes the head's own output at the row before instead.
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -222,15 +223,15 @@ class Head(nnx.Module):
         table: Any = target  # `check_head` has seen that it has this method
         return table.lookup(tokens).astype(self.dtype)
 
+    @abstractmethod
     def fuse(self, taps: Array) -> Array:
         """The target's hidden states [..., A, Ht] -> what a row reads of them, [..., H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(
         self, i: int, embedded: Array, x: Array, positions: Array
     ) -> tuple[Any, Array, Array]:
         """Layer i, what its attention reads of the stream x (for the first layer: of the hidden states), and the residual."""
-        raise NotImplementedError
 
     def run(self, embedded: Array, hidden: Array, positions: Array, attend: Attend) -> Array:
         """All layers over [B, T] rows.
