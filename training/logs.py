@@ -92,33 +92,29 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def draw_run(rows: list[dict[str, Any]], left: Any, right: Any) -> None:
+    """Loss and acceptance against updates, from the lines of a log, on two of matplotlib's axes."""
+    for kind, style in (("train", "-"), ("valid", "o-")):
+        lines = [r for r in rows if r["kind"] == kind]
+        if lines:
+            updates = [r["update"] for r in lines]
+            left.plot(updates, [r["loss"] for r in lines], style, label=kind, ms=4)
+            right.plot(updates, [r["simulated_length"] for r in lines], style, label=kind, ms=4)
+    left.set(xlabel="updates", ylabel="loss (nats)", title="Loss")
+    right.set(xlabel="updates", ylabel="tokens per round", title="Simulated acceptance length")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
 def plot_run(folder: Path) -> Path | None:
-    """Loss and acceptance against updates, as `training.png`; None without matplotlib."""
+    """`draw_run` of a run's log as `training.png`; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    rows = read_log(folder)
     figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for kind, style in (("train", "-"), ("valid", "o-")):
-        lines = [r for r in rows if r["kind"] == kind]
-        if lines:
-            left.plot(
-                [r["update"] for r in lines], [r["loss"] for r in lines], style, label=kind, ms=4
-            )
-            right.plot(
-                [r["update"] for r in lines],
-                [r["simulated_length"] for r in lines],
-                style,
-                label=f"simulated length, {kind}",
-                ms=4,
-            )
-    left.set(xlabel="update", ylabel="loss", title="Loss")
-    right.set(xlabel="update", ylabel="tokens per round", title="Acceptance length, greedy chain")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
+    draw_run(read_log(folder), *figure.subplots(1, 2))
     path = folder / "training.png"
     figure.savefig(path, dpi=120)
     return path
