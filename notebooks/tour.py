@@ -118,7 +118,7 @@ print(
 QUESTIONS = 52 if TINY else 160  # @param {type:"raw"}
 """How many questions there are. The first four are asked throughout, the others serve to train the head."""
 
-NEW_TOKENS = 48 if TINY else 160
+NEW_TOKENS = 48 if TINY else 128
 EDIT = """Rename the variable `d` to `inventory` everywhere and return the whole program.
 
 d = {"apple": 3, "pear": 5, "plum": 0}
@@ -200,7 +200,7 @@ plain, _ = run("plain")
 looked_up, counters = run("NGram()", specjax.NGram())
 identical = {"ngram": same(plain, looked_up)}
 print(f"\nthe same tokens: {identical['ngram']}\n")
-print(tokenizer.decode(plain[1], skip_special_tokens=True))
+print(tokenizer.decode(plain[1].tolist(), skip_special_tokens=True))
 
 # %% [markdown]
 # ## Stream
@@ -297,7 +297,7 @@ for completion in specjax.generate_stream(
 summary = prepare(
     (answer_example(asked[i], answers[i].tolist()) for i in range(len(asked))),
     WORK / "data",
-    length=128 if TINY else 512,
+    length=200 if TINY else 512,
     source=TARGET,
     valid_share=0.1,
 )
@@ -323,9 +323,9 @@ config = TrainConfig(
     learning_rate=1e-2 if TINY else 1e-3,
     batch_size=4,
     epochs=6.0 if TINY else 8.0,
-    log_every=10,
-    evaluate_every=20,
-    save_every=40,
+    log_every=5,
+    evaluate_every=10,
+    save_every=20,
 )
 result = train(config, target=target, stop_token_ids=tokenizer.stop_token_ids)
 
