@@ -116,6 +116,7 @@ def to_json(advice: Advice, options: Options) -> dict[str, Any]:
                 "widths": list(curve.widths),
                 "cost": list(curve.verify),
                 "seconds_per_pass": advice.seconds[batch],
+                "drift": advice.drift[batch],
                 "break_even_acceptance": [
                     known(specjax.break_even(curve, width - 1)) for width in curve.widths[1:]
                 ],

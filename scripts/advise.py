@@ -22,6 +22,7 @@ import specjax
 from specjax.advice import LEAST_GAIN, best_prediction, price_per_million
 from specjax.trees import ladder
 
+BUSY = 0.15  # a verify curve that moves by more says that the machine is not ours alone
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
@@ -52,11 +53,12 @@ def curve_table(advice: Advice) -> tuple[Table, str]:
 
 def drafter_table(advice: Advice, batch: int) -> tuple[Table, str]:
     """Every candidate at every temperature."""
-    table = Table("drafter", "T", title=f"Drafters on these prompts, batch {batch}")
-    for name in ("tokens/round", "stood at 1 2 4 8", "drafting", "predicted", "measured"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("best drafts", "predicted"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(title=f"Drafters on these prompts, batch {batch}")
+    table.add_column("drafter", no_wrap=True)
+    for name in ("T", "tokens\na round", "stood, % at\n1 2 4 8", "cost of\ndrafting"):
+        table.add_column(name, justify="right")
+    for name in ("predicted", "measured", "best\ndrafts", "predicted"):
+        table.add_column(name, justify="right")
     for temperature, trials in advice.trials.items():
         for trial in trials:
             costs = advice.costs[batch][trial.candidate.name]
@@ -66,7 +68,9 @@ def drafter_table(advice: Advice, batch: int) -> tuple[Table, str]:
                 trial.candidate.name,
                 f"{temperature:g}",
                 f"{trial.profile.tokens():.2f}",
-                " ".join(number(stood[i - 1]) for i in (1, 2, 4, 8) if i <= len(stood)),
+                " ".join(
+                    number(100 * stood[i - 1], ".0f") for i in (1, 2, 4, 8) if i <= len(stood)
+                ),
                 f"{costs.draft_cost(best.num_draft):.1%}",
                 f"{predictions[-1].speed_up:.2f}x",
                 f"{trial.measured:.2f}x" if batch == 1 else "-",
@@ -76,9 +80,9 @@ def drafter_table(advice: Advice, batch: int) -> tuple[Table, str]:
         table.add_section()
     longest = sorted({t.candidate.longest for t in next(iter(advice.trials.values()))})
     return table, (
-        f"Run with up to {' or '.join(map(str, longest))} drafts: tokens a round emits; share of the drafts proposed at these "
-        "positions that stood; cost of a proposal in target passes over one token; speed-up over plain decoding, predicted "
-        "from acceptance by position and costs, and measured. Then the number of drafts that should pay most."
+        f"Run with up to {' or '.join(map(str, longest))} drafts: tokens that a round emits; share of the drafts proposed at "
+        "these positions that stood; cost of a proposal in target passes over one token; speed-up over plain decoding, as "
+        "predicted from acceptance by position and costs, and as measured. Then the number of drafts that should pay most."
     )
 
 
@@ -117,12 +121,12 @@ def workload_table(advice: Advice, choice: Choice, batch: int) -> Table:
 def batch_table(advice: Advice, options: Options) -> Table:
     """The best setting by batch size, with memory and price."""
     table = Table(title=f"By batch size, temperature {options.temperature:g}")
-    for name in ("batch", "best setting", "predicted", "measured", "tokens/s", "of plain"):
-        table.add_column(name, justify="left" if name == "best setting" else "right")
-    table.add_column(f"memory, {options.context} tokens", justify="right")
-    table.add_column("drafter's share", justify="right")
-    if options.price_per_hour is not None:
-        table.add_column("price of 1M tokens", justify="right")
+    table.add_column("batch", justify="right")
+    table.add_column("best setting", no_wrap=True)
+    names = ["predicted", "measured", "tokens/s\nplain", "tokens/s\nadvised"]
+    names += [f"memory, {options.context}\ntokens a row", "of that,\ndrafter"]
+    for name in [*names, *["price of\n1M tokens"] * (options.price_per_hour is not None)]:
+        table.add_column(name, justify="right")
     for batch, memory in advice.memory.items():
         choice = advice.choices[options.temperature, batch]
         plain, fast = speeds(advice, choice, batch)
@@ -132,8 +136,8 @@ def batch_table(advice: Advice, options: Options) -> Table:
             setting if choice.pays else "do not speculate",
             f"{choice.prediction.speed_up:.2f}x",
             "-" if choice.check is None else f"{choice.check.speed_up:.2f}x",
-            f"{fast:.1f}",
             f"{plain:.1f}",
+            f"{fast:.1f}",
             decimal(memory.total),
             f"{memory.drafter_share:.1%}",
         ]
@@ -176,6 +180,14 @@ def verdict(advice: Advice, options: Options) -> list[tuple[str, str]]:
     elif not choice.pays:
         lines.append(("Measured", f"not run: less than {LEAST_GAIN}x expected"))
     sizes = {b: c for (t, b), c in advice.choices.items() if t == temperature}
+    elsewhere = [
+        f"temperature {t:g}, batch {b} ({c.trial.candidate.name}, {c.prediction.num_draft} drafts, "
+        f"{(c.check.speed_up if c.check else c.prediction.speed_up):.2f}x)"
+        for (t, b), c in advice.choices.items()
+        if c.pays
+    ]
+    if not choice.pays and elsewhere:
+        lines.append(("But at", ", ".join(elsewhere)))
     against = [
         f"temperature {t:g} ({c.prediction.speed_up:.2f}x)"
         for (t, b), c in advice.choices.items()
@@ -202,6 +214,14 @@ def verdict(advice: Advice, options: Options) -> list[tuple[str, str]]:
         if len(sizes) > 1:
             end = f"; no more at {min(losing)}" if losing else ", the largest measured"
             lines.append(("Batch", f"pays up to {paying}{end}"))
+    if advice.drift[batch] > BUSY:
+        lines.append(
+            (
+                "Caution",
+                f"[yellow]this machine does other work[/]: costs of the verify curve moved by up to {advice.drift[batch]:.0%} "
+                "during this run; trust what was measured in turn more than what was predicted",
+            )
+        )
     memory = advice.memory[batch]
     drafter = memory.drafter_weights + memory.drafter_state
     lines.append(

@@ -226,19 +226,21 @@ class Advisor:
             description=description,
         )
 
-    def measure_curve(self, batch: int) -> tuple[specjax.RoundCosts, float]:
-        """The verify curve at a batch size, and the seconds of a pass over one token."""
-        widths = ladder(self.longest)
+    def measure_curve(self, batch: int) -> np.ndarray:
+        """Seconds of a target pass of every width of the ladder, at a batch size."""
         room = max(map(len, self.prompts)) + self.options.max_new_tokens + self.longest + 2
-        seconds = measure_passes(
-            self.target, widths, batch=batch, slots=bucket(room), repeats=self.options.repeats
-        )
-        return specjax.RoundCosts(widths, tuple(seconds), batch=batch), float(seconds[0])
+        repeats = self.options.repeats
+        widths = ladder(self.longest)
+        return measure_passes(self.target, widths, batch=batch, slots=bucket(room), repeats=repeats)
+
+    def round_costs(self, seconds: np.ndarray, batch: int) -> specjax.RoundCosts:
+        """The verify curve in passes over one token."""
+        return specjax.RoundCosts(ladder(self.longest), tuple(seconds), batch=batch)
 
     def measure_drafting(
         self, candidate: Candidate, costs: specjax.RoundCosts
-    ) -> specjax.RoundCosts:
-        """The curve with what this candidate's proposals cost at its batch size."""
+    ) -> tuple[float, float]:
+        """What this candidate's proposals cost at the batch size of a curve: fixed and per token."""
         counts = (
             sorted({1, candidate.longest}) if candidate.kind == "network" else [candidate.longest]
         )
@@ -254,7 +256,7 @@ class Advisor:
             for k in counts
         ]
         each = max((spent[-1] - spent[0]) / max(counts[-1] - counts[0], 1), 0.0)
-        return replace(costs, draft=(max(spent[-1] - each * counts[-1], 0.0), each))
+        return max(spent[-1] - each * counts[-1], 0.0), each
 
     def try_out(self, costs: specjax.RoundCosts, temperature: float) -> list[Trial]:
         """Every candidate on every prompt, beside plain decoding."""
@@ -328,6 +330,8 @@ class Advice:
       choices: the best by temperature and batch size; those at the asked-for temperature were run if they promised
         enough.
       memory: of the chosen setting, by batch size.
+      drift: by batch size, how far a cost of the verify curve was at the end from what it was at the start, as a share:
+        what other work on the machine makes of all this.
     """
 
     workloads: dict[str, int]
@@ -337,21 +341,30 @@ class Advice:
     trials: dict[float, list[Trial]]
     choices: dict[tuple[float, int], Choice]
     memory: dict[int, specjax.Memory]
+    drift: dict[int, float]
 
 
 def advise(advisor: Advisor) -> Advice:
     """Measures everything: costs, acceptance, and the best setting itself."""
     options, say = advisor.options, advisor.console.print
     say("the verify curve ...", style="dim")
-    measured = {batch: advisor.measure_curve(batch) for batch in options.batch}
-    single = measured[1] if 1 in measured else advisor.measure_curve(1)
+    before = {batch: advisor.measure_curve(batch) for batch in {*options.batch, 1}}
     say("what drafting costs ...", style="dim")
-    costs = {
-        batch: {c.name: advisor.measure_drafting(c, curve) for c in advisor.candidates}
-        for batch, (curve, _) in measured.items()
+    curves = {batch: advisor.round_costs(seconds, batch) for batch, seconds in before.items()}
+    drafting = {
+        batch: {c.name: advisor.measure_drafting(c, curves[batch]) for c in advisor.candidates}
+        for batch in options.batch
     }
     say("every drafter on every prompt, a shape's first run compiles ...", style="dim")
-    trials = {t: advisor.try_out(single[0], t) for t in sorted({0.0, options.temperature})}
+    trials = {t: advisor.try_out(curves[1], t) for t in sorted({0.0, options.temperature})}
+    say("the verify curve again ...", style="dim")
+    after = {batch: advisor.measure_curve(batch) for batch in options.batch}
+    seconds = {batch: (before[batch] + after[batch]) / 2 for batch in options.batch}
+    curves = {batch: advisor.round_costs(seconds[batch], batch) for batch in options.batch}
+    costs = {
+        batch: {name: replace(curves[batch], draft=draft) for name, draft in spent.items()}
+        for batch, spent in drafting.items()
+    }
     choices = {
         (t, batch): choose(rows, costs[batch]) for t, rows in trials.items() for batch in costs
     }
@@ -364,16 +377,23 @@ def advise(advisor: Advisor) -> Advice:
             used = costs[batch][choice.trial.candidate.name]
             choices[at] = choice = replace(choice, check=advisor.check(choice, used))
         if choice.pays:
-            drafter = choice.trial.candidate.make(choice.prediction.num_draft, measured[batch][0])
+            drafter = choice.trial.candidate.make(choice.prediction.num_draft, curves[batch])
         memory[batch] = specjax.estimate_memory(
             advisor.target, drafter, batch=batch, context=options.context
         )
     return Advice(
         workloads={name: len(prompts) for name, prompts in advisor.workloads.items()},
-        curves={batch: curve for batch, (curve, _) in measured.items()},
-        seconds={batch: seconds for batch, (_, seconds) in measured.items()},
+        curves=curves,
+        seconds={batch: float(spent[0]) for batch, spent in seconds.items()},
         costs=costs,
         trials=trials,
         choices=choices,
         memory=memory,
+        drift={batch: _drift(before[batch], after[batch]) for batch in options.batch},
     )
+
+
+def _drift(before: np.ndarray, after: np.ndarray) -> float:
+    """The largest relative change of a curve's costs in passes over one token."""
+    ratios = (after / after[0]) / (before / before[0])
+    return float(np.max(np.maximum(ratios, 1 / ratios)) - 1)

@@ -417,7 +417,9 @@ def test_local_models_become_placeholders(tmp_path):
     assert "ORG/TARGET" in shlex.split(str(found[0].command))
 
 
-def made_up(costs_at_8: float, checked: float | None, temperature: float = 0.0):
+def made_up(
+    costs_at_8: float, checked: float | None, temperature: float = 0.0, drift: float = 0.02
+) -> advisor.Advice:
     """Measurements as `advise` would return them: a look-up that pays at batch 1."""
     curves = {
         1: RoundCosts((1, 2, 4, 8), (1.0, 1.2, 1.4, 1.6)),
@@ -453,6 +455,7 @@ def made_up(costs_at_8: float, checked: float | None, temperature: float = 0.0):
         trials=trials,
         choices=choices,
         memory={b: specjax.estimate_memory(TARGET, batch=b, context=64) for b in curves},
+        drift=dict.fromkeys(curves, drift),
     )
 
 
@@ -476,6 +479,11 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     before, after = map(float, prices.groups())
     assert before == pytest.approx(2.0 / 3600 / 40 * 1e6, rel=1e-3)
     assert before / after == pytest.approx(1.8, rel=1e-3)
+    assert "Caution" not in said and "But at" not in said
+    assert "up to 40% during" in spoken(made_up(9.0, checked=1.8, drift=0.4), options)["Caution"]
+    curve = np.asarray([2.0, 3.0, 4.0])
+    assert advisor._drift(curve, 3 * curve) == pytest.approx(0)
+    assert advisor._drift(curve, np.asarray([2.0, 2.0, 4.4])) == pytest.approx(0.5)
     console = Console(width=110)
     with console.capture() as shown:
         console.print(advise.curve_table(found)[0], advise.drafter_table(found, 1)[0])
@@ -503,6 +511,7 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     found = made_up(9.0, checked=1.8, temperature=1.0)
     said = spoken(found, at_one)
     assert said["Advice"].startswith("Do not speculate at temperature 1, batch 1")
+    assert said["But at"].startswith("temperature 0, batch 1 (adaptive, 7 drafts")
     assert said["Measured"] == f"not run: less than {LEAST_GAIN}x expected"
     assert advice_files.setting_fields(found, at_one)["drafter"] == "none"
     plain = advice_files.engine_commands(found, at_one)[0]
