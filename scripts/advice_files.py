@@ -63,7 +63,10 @@ def engine_commands(advice: Advice, options: Options) -> list[specjax.EngineComm
     by_batch: dict[int, int] = {}
     for batch in sorted(advice.curves):
         best = best_prediction(choice.trial.predictions(advice.costs[batch][candidate.name]))
-        by_batch[batch] = best.num_draft if best.speed_up >= LEAST_GAIN else 0
+        there = advice.choices[options.temperature, batch]
+        refuted = there.trial.candidate is candidate and there.check is not None and not there.pays
+        pays = best.speed_up >= LEAST_GAIN and not refuted
+        by_batch[batch] = best.num_draft if pays else 0
     drafter = None
     if choice.pays:
         drafter = candidate.make(choice.prediction.num_draft, advice.curves[options.batch[0]])
