@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import save_family
 from safetensors.numpy import load_file, save_file
 from zoo import tiny_head, tiny_mtp, tiny_target
 
@@ -14,6 +15,8 @@ import specjax
 from specjax.checkpoints import CheckpointError
 from specjax.drafters.base import Context, Observation
 from specjax.sampling import Processors, Sampling, make_keys
+from training.config import TrainConfig
+from training.heads import MTP_FAMILIES, new_head
 
 SIZES = {
     "vocab_size": 61,
@@ -328,3 +331,33 @@ def test_more_drafts_than_trained_for_are_worth_a_warning():
     with pytest.warns(UserWarning, match="num_draft is 4, but the head was trained to draft 2"):
         specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(head, num_draft=4), max_new_tokens=2)
     assert specjax.head_drafter(head).num_draft == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama-biases", "llama3-rope", "llama-yarn", "mistral", "qwen2", "qwen2-window"),
+        *("qwen3", "qwen3-moe"),
+    ],
+)
+def test_new_modules_of_every_family_travel(name, tmp_path):
+    """What training starts from is written and read again without a loss, whatever the target's layer has."""
+    pytest.importorskip("transformers")
+    save_family(name, tmp_path / "target")
+    target = specjax.load_target(tmp_path / "target", dtype="float32")
+    assert target.config.family in MTP_FAMILIES
+    settings = TrainConfig(
+        target="tiny", data=tmp_path, output=tmp_path, recipe="mtp", train_embedding=True
+    )
+    ids = np.arange(3, target.vocab_size, 2, dtype=np.int32)
+    head = new_head(settings, target, ids)
+    specjax.save_head(head, tmp_path / "head")
+    again = specjax.load_head(tmp_path / "head", target)
+    assert again.config == head.config
+    for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    options = {"max_new_tokens": 12}
+    plain = specjax.generate(target, [[3, 1, 4]], **options)
+    spoken = specjax.generate(target, [[3, 1, 4]], drafter=specjax.MTP(again), **options)
+    np.testing.assert_array_equal(plain.tokens[0], spoken.tokens[0])

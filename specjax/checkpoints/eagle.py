@@ -86,12 +86,7 @@ def parse_head_config(
     draft = raw.get("draft_vocab_size") or decoder.vocab_size
     try:
         return EagleConfig(
-            decoder=replace(
-                decoder,
-                tied=False,
-                normalize_experts=True,
-                rotary_dim=None if decoder.rotary == decoder.head_dim else decoder.rotary,
-            ),
+            decoder=replace(decoder, tied=False),
             target_hidden_size=int(width),
             draft_vocab_size=int(draft),
             taps=taps,

@@ -216,7 +216,11 @@ class GGUFFile:
                 f"fit the head's {head_dim} dimensions (of llama: be equal), got {rotary}"
             )
         config = parse_config(raw, str(self.path))
-        return dataclasses.replace(config, rotary_dim=rotary, ropes=self._ropes(config, rotary))
+        return dataclasses.replace(
+            config,
+            rotary_dim=None if rotary == config.head_dim else rotary,
+            ropes=self._ropes(config, rotary),
+        )
 
     def _gemma_fields(self, layers: int, head_width: int, head_dim: int) -> dict[str, Any]:
         wide = layers == WIDE_QUERY_LAYERS[self.architecture]

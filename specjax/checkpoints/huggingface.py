@@ -192,7 +192,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         ),
         ropes=ropes,
         context_length=int(c["max_position_embeddings"]),
-        rotary_dim=int(head_dim * (1.0 if partial is None else float(partial))),
+        rotary_dim=None if partial in (None, 1) else int(head_dim * float(partial)),
         norm_eps=float(c["rms_norm_eps"]),
         tied=bool(c.get("tie_word_embeddings")),
         qkv_bias=biased or family == "qwen2",
@@ -209,7 +209,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         num_experts=experts,
         experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
         expert_size=int(c[expert_size]) if experts else 0,
-        normalize_experts=gpt_oss or bool(c.get("norm_topk_prob")),
+        normalize_experts=gpt_oss or not experts or bool(c.get("norm_topk_prob")),
         expert_bias=gpt_oss,
         norm_offset=1.0 if gemma else 0.0,
     )

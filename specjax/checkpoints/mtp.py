@@ -131,8 +131,6 @@ def parse_mtp_config(
         base,
         layers=(last,),
         tied=False,
-        rotary_dim=None if base.rotary == base.head_dim else base.rotary,
-        normalize_experts=base.normalize_experts or not base.num_experts,
         output_gate=dialect == "qwen" and bool(fields.get("attn_output_gate")),
         norm_offset=base.norm_offset if offset is None else offset,
     )
