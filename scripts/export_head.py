@@ -27,6 +27,7 @@ class Options:
       dtype: of the written tensors.
       verifier: hub id of the target, for speculators' layout.
       num_draft: drafted tokens that speculators' layout proposes to servers.
+      share_rows: leave out the vocabulary's rows where they are the target's own; specjax takes them from there.
     """
 
     head: str
@@ -36,6 +37,7 @@ class Options:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     verifier: str | None = None
     num_draft: int = 3
+    share_rows: bool = False
 
 
 def main(options: Options) -> None:
@@ -49,6 +51,7 @@ def main(options: Options) -> None:
         verifier=options.verifier,
         dtype=options.dtype,
         num_draft=options.num_draft,
+        share_rows=options.share_rows,
     )
     print(f"{options.output}: {options.layout or 'usual'} layout, {options.dtype}")
 

@@ -6,6 +6,7 @@ python scripts/prepare_data.py --source answers.jsonl --target smollm2-135m-inst
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -30,6 +31,8 @@ class Options:
       length: tokens of a sequence.
       valid_share: of the documents that is kept for validation.
       draft_vocab_sizes: print how much of the wanted tokens vocabularies of these sizes cover.
+      wanted: which tokens the head shall learn to draft: the `assistant`'s, or `all`, whoever wrote them; then prompts
+        alone (`turns`) are documents too.
       seed: of the split.
     """
 
@@ -39,6 +42,7 @@ class Options:
     length: int = 512
     valid_share: float = 0.02
     draft_vocab_sizes: tuple[int, ...] = (2048, 4096, 8192, 16384, 32000)
+    wanted: Literal["assistant", "all"] = "assistant"
     seed: int = 0
 
 
@@ -47,7 +51,11 @@ def main(options: Options) -> None:
     examples = (
         example
         for path in options.source
-        for example in track(read_examples(path, tokenizer), description=path.name, console=console)
+        for example in track(
+            read_examples(path, tokenizer, whole=options.wanted == "all"),
+            description=path.name,
+            console=console,
+        )
     )
     summary = prepare(
         examples,

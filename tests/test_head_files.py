@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import shared
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from zoo import tiny_head, tiny_target
 
@@ -81,6 +82,18 @@ def test_universal_layout(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
     assert config["torch_dtype"] == "bfloat16"
+
+
+def test_rows_that_are_the_targets_need_not_be_written(tmp_path):
+    head = tiny_head(TARGET)
+    with pytest.raises(ValueError, match="share_rows: the head's rows"):
+        specjax.save_head(head, tmp_path, share_rows=True, target=TARGET)
+    head.readout.head = nnx.Param(TARGET.head[...][:, head.target_ids])
+    with pytest.raises(ValueError, match="share_rows"):
+        specjax.save_head(head, tmp_path, share_rows=True)
+    specjax.save_head(head, tmp_path, share_rows=True, target=TARGET)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    same(specjax.load_head(tmp_path, TARGET), head)
 
 
 def test_a_full_disk_leaves_the_head_that_was_there(tmp_path, monkeypatch):

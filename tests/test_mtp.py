@@ -336,10 +336,7 @@ def test_more_drafts_than_trained_for_are_worth_a_warning():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama", "llama-biases", "llama3-rope", "llama-yarn", "mistral", "qwen2", "qwen2-window"),
-        *("qwen3", "qwen3-moe"),
-    ],
+    ["llama-biases", "llama-yarn", "mistral", "qwen2-window", "qwen3", "qwen3-moe"],
 )
 def test_new_modules_of_every_family_travel(name, tmp_path):
     """What training starts from is written and read again without a loss, whatever the target's layer has."""

@@ -16,6 +16,7 @@ from zoo import tiny_gpt_oss, tiny_head, tiny_target
 
 import specjax
 from specjax.models.config import LayerConfig
+from specjax.models.layers import project
 from training.eagle3 import Batch, attend_anchors, supervised, unroll
 from training.features import hidden_states, online_features
 from training.losses import Teacher, divergence, head_loss, shift_left
@@ -360,3 +361,26 @@ def test_simulated_length_is_the_greedy_acceptance_length():
     drafter = specjax.Eagle3(structure.join(params, frozen), num_draft=steps)
     out = specjax.generate(TARGET, [prompt], drafter=drafter, max_new_tokens=sum(expected))
     assert int(out.statistics.rounds[0]) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_gradients_of_products_in_bfloat16(dtype):
+    """They are those of the rounded factors, up to the rounding of what comes in and goes out."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight, up = (
+        jax.random.normal(k, shape).astype(jnp.bfloat16)
+        for k, shape in zip(keys, ((3, 5, 16), (16, 2, 8), (3, 5, 2, 8)), strict=True)
+    )
+
+    def loss(x, weight, up):
+        return jnp.sum(project(x, weight, dtype=dtype) * up)
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weight, up)
+    right = jax.grad(loss, argnums=(0, 1))(*(a.astype(jnp.float32) for a in (x, weight, up)))
+    for a, b in zip(found, right, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-8, atol=1e-3)
+    by_row = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None, 0))(x, weight, up)
+    np.testing.assert_allclose(
+        jnp.sum(by_row.astype(jnp.float32), 0), right[1], rtol=0.02, atol=0.1
+    )

@@ -519,6 +519,26 @@ def test_malformed_lines_are_named(line, message, tmp_path):
         list(read_examples(path, chat_tokenizer()))
 
 
+def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
+    """A prompt alone teaches too then; without, only the assistant's tokens do."""
+    path, tokenizer = tmp_path / "d.jsonl", chat_tokenizer()
+    turn = {"role": "user", "content": "hello there"}
+    rows = [
+        {"turns": ["hello there", "later"]},
+        {"messages": [turn]},
+        {"prompt": [1, 2], "response": [3]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked, same, answered = read_examples(path, tokenizer, whole=True)
+    assert asked.tokens.tolist() == tokenizer.encode_chat([turn], add_generation_prompt=False)
+    assert same.tokens.tolist() == asked.tokens.tolist()
+    assert not asked.wanted[0] and asked.wanted[1:].all()
+    assert answered.tokens.tolist() == [1, 2, 3]
+    assert answered.wanted.tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="1: expected messages, text, or prompt"):
+        list(read_examples(path, tokenizer))
+
+
 def test_features_are_validated(data, tmp_path):
     sequences = open_sequences(data, "train", LENGTH)
     write_features(TARGET, sequences, tmp_path, (0, 2), {"target": "tiny"})

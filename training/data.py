@@ -63,7 +63,11 @@ def chat_example(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Ex
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
     """Plain text, every token of it wanted but the first."""
-    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    return _whole(tokenizer.encode(text))
+
+
+def _whole(tokens: Sequence[int] | np.ndarray) -> Example:
+    tokens = np.asarray(tokens, np.int32)
     if tokens.size < 2:
         raise ValueError(f"text must have at least 2 tokens, got {tokens.size}")
     return Example(tokens, np.arange(tokens.size) > 0)
@@ -83,8 +87,12 @@ def answer_example(
     return Example(tokens, np.arange(tokens.size) >= len(prompt))
 
 
-def read_examples(path: Path, tokenizer: Tokenizer) -> Iterator[Example]:
+def read_examples(path: Path, tokenizer: Tokenizer, *, whole: bool = False) -> Iterator[Example]:
     """Documents of a file of JSON lines (.gz too), each with `messages`, `text`, or `prompt` and `response` as token ids.
+
+    Args:
+      whole: every token is wanted but the first, whoever wrote it; then prompts alone (`turns`) are documents too. What the
+        target would say is known for any text, so any text teaches; its own answers teach most.
 
     Raises:
       ValueError: a malformed line, with the file and the line's number.
@@ -95,14 +103,20 @@ def read_examples(path: Path, tokenizer: Tokenizer) -> Iterator[Example]:
     with opener(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield _example(json.loads(line), tokenizer)
+                yield _example(json.loads(line), tokenizer, whole)
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
 
 
-def _example(row: Any, tokenizer: Tokenizer) -> Example:
+def _example(row: Any, tokenizer: Tokenizer, whole: bool) -> Example:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {str(row)[:60]}")
+    if whole and ("messages" in row or "turns" in row):
+        messages = row.get("messages") or [{"role": "user", "content": t} for t in row["turns"][:1]]
+        tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
+        return _whole(tokens)
+    if whole and "prompt" in row:
+        return _whole(_example(row, tokenizer, False).tokens)
     if "messages" in row:
         return chat_example(tokenizer, row["messages"])
     if "text" in row:

@@ -236,8 +236,10 @@ def check_features(
     """Compares some stored states with a fresh pass: wrong ones train a useless head without any other sign.
 
     Raises:
-      ValueError: they differ by more than rounding to bfloat16 explains.
+      ValueError: they differ by more than rounding to bfloat16 explains: once, or in every layer of a target in bfloat16,
+        whose passes over other batches sum in another order.
     """
+    most = 0.02 if target.dtype == jnp.float32 else 0.1
     for index in np.linspace(0, len(file) - 1, min(rows, len(file))).astype(int):
         row = sequences[int(index)]
         batch = Batch(**{k: jnp.asarray(row[k][None]) for k in ("tokens", "wanted", "document")})
@@ -250,7 +252,7 @@ def check_features(
             a, b = (np.asarray(x).astype(np.float32)[0, real] for x in (a, b))
             scale = np.abs(a).max(axis=-1, keepdims=True)
             worst = float((np.abs(a - b) / scale).max())
-            if not worst <= 0.02:
+            if not worst <= most:
                 raise ValueError(
                     f"stored {name} of sequence {index} differ from a fresh pass by {worst:.1%} of their size"
                 )

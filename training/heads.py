@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.checkpoints.heads import load_head
-from specjax.models.config import LayerConfig, Rope
+from specjax.models.config import LayerConfig, Rope, TransformerConfig
 from specjax.models.eagle import EagleConfig, EagleHead, default_taps
 from specjax.models.heads import Head, check_head
 from specjax.models.mtp import MTPConfig, MTPHead
@@ -88,7 +88,38 @@ def _eagle_head(config: TrainConfig, target: Transformer, draft_vocab_size: int)
         markov_rank=config.markov_rank,
     )
     check_head(shape, target)
-    return EagleHead(shape, rngs=nnx.Rngs(config.seed))
+    head = EagleHead(shape, rngs=nnx.Rngs(config.seed))
+    head.readout.norm = _copy(target.norm)  # to which its rows of the vocabulary belong
+    if _layers_fit(shape.decoder, c):
+        _start_as_last_layers(head, target)
+    return head
+
+
+def _layers_fit(head: TransformerConfig, target: TransformerConfig) -> bool:
+    """Whether a head's layers have the parts of the target's last ones, with the same meaning."""
+    same = {"ropes": head.ropes, "family": head.family, "tied": head.tied}
+    enough = head.num_layers <= target.num_layers
+    return enough and replace(target, layers=head.layers, **same) == head
+
+
+def _start_as_last_layers(head: EagleHead, target: Transformer) -> None:
+    """A fusion that hands on the highest tap, and layers that are the target's last: the stream is one that the rows of the
+    vocabulary understand from the first update, on its scale. What the embedding adds is learnt from nothing."""
+    width = target.config.hidden_size
+    layers = target.layers[-head.config.decoder.num_layers :]
+    head.fc = nnx.Param(jnp.zeros_like(head.fc[...]).at[-width:].set(jnp.eye(width)))
+    last = layers[0]
+    head.first.hidden_norm, head.first.mlp_norm = _copy(last.attention_norm), _copy(last.mlp_norm)
+    head.first.mlp = _copy(last.mlp)
+    head.first.attention.output = _copy(last.attention.output)
+    qkv = _copy(last.attention.qkv)[...]
+    head.first.attention.qkv = nnx.Param(jnp.concatenate([jnp.zeros_like(qkv), qkv]))
+    head.others = nnx.List([_copy(layer) for layer in layers[1:]])
+
+
+def _copy(module: Any) -> Any:
+    """In float32, apart from the target's arrays: a run's own are donated."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), module)
 
 
 def _mtp_head(config: TrainConfig, target: Transformer, draft_vocab_size: int) -> MTPHead:
@@ -109,12 +140,8 @@ def _mtp_head(config: TrainConfig, target: Transformer, draft_vocab_size: int) -
     )
     check_head(shape, target)
     head = MTPHead(shape, rngs=nnx.Rngs(config.seed))
-
-    def copy(module: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), module)
-
-    head.layers = nnx.List([copy(target.layers[-1])])
-    head.target_norm = copy(target.norm)
+    head.layers = nnx.List([_copy(target.layers[-1])])
+    head.target_norm = _copy(target.norm)
     eye = jnp.eye(c.hidden_size)
     head.projection = nnx.Param(jnp.concatenate([jnp.zeros_like(eye), eye]))
     return head

@@ -84,7 +84,9 @@ def train(
       OSError: no room for features or a checkpoint.
     """
     console = console or Console(highlight=False)
-    model = specjax.load_target(config.target) if target is None else target
+    # the frozen target computes as the head does
+    dtype = config.compute_dtype and jnp.dtype(config.compute_dtype)
+    model = specjax.load_target(config.target, dtype=dtype) if target is None else target
     if stop_token_ids is None:
         stop_token_ids = specjax.load_tokenizer(config.target).stop_token_ids
     summary = read_summary(config.data)

@@ -209,12 +209,9 @@ def row_loss(
         covered = jnp.exp(jnp.minimum(jax.nn.logsumexp(logits, axis=-1) - log_total, 0.0))
         best = vocabulary.own(best)  # -1: outside the draft vocabulary
 
-        def step(state: Array, previous: Array | None) -> tuple[Array, Array, Array]:
-            log_q = jax.nn.log_softmax(readout(state, previous), axis=-1)
-            loss, acceptance = divergence(objective, log_p, log_q, covered)
-            return loss, acceptance, jnp.argmax(log_q, axis=-1) == best
-
-        loss, acceptance, right = jax.vmap(step)(states, others["previous"])  # [S, B, piece]
+        log_q = jax.nn.log_softmax(readout(states, others["previous"]), axis=-1)
+        loss, acceptance = divergence(objective, log_p, log_q, covered)  # [S, B, piece]
+        right = jnp.argmax(log_q, axis=-1) == best
         used = others["counted"] & (best >= 0)
         loss = jnp.where(used, loss, 0.0) * constants["weights"][:, None, None]
         return jnp.sum(loss), (right, acceptance)

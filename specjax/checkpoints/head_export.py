@@ -32,6 +32,7 @@ def save_head(
     verifier: str | None = None,
     dtype: Any = None,
     num_draft: int = 3,
+    share_rows: bool = False,
 ) -> None:
     """Writes a head's folder: model.safetensors and config.json.
 
@@ -43,13 +44,15 @@ def save_head(
         speculators and vLLM. `deepseek` is an MTP module's: the names under which modules lie in their target's files, for
         a target of this layout to take in. None is `deepseek` for MTP modules and `sglang` for others.
       target: the model it drafts for; its embedding goes into speculators' layout.
-      verifier: hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
+      verifier: name or hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
       dtype: of all that is written; None keeps the head's own (norms are float32), so that reading it again gives the
         same head.
       num_draft: the number of drafted tokens that speculators' layout proposes to servers.
+      share_rows: leave out the vocabulary's rows, which must be `target`'s own: half of a small head. `load_head` takes
+        them from the target again; servers want them in the file.
 
     Raises:
-      ValueError: an unknown layout, or one that the head has none of.
+      ValueError: an unknown layout, or one that the head has none of; rows that are not the target's.
     """
     module = isinstance(head.config, MTPConfig)
     layout = layout or ("deepseek" if module else "sglang")
@@ -59,6 +62,12 @@ def save_head(
         kind = "an MTP module" if module else type(head).__name__
         raise ValueError(f"layout {layout!r} is not one of {kind}; got {kind}")
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
+    if share_rows:
+        if not _has_rows_of(head, target):
+            raise ValueError(
+                "share_rows: the head's rows of the vocabulary must be its target's, got others"
+            )
+        del tensors["lm_head.weight"]
     dtype = jnp.dtype(head.dtype if dtype is None else dtype)
     if isinstance(head.config, MTPConfig):
         config = _mtp_config(head.config)
@@ -72,6 +81,8 @@ def save_head(
     else:
         config = _flat_config(head.config)
         tensors = {name.replace("layers.0.", "midlayer.", 1): x for name, x in tensors.items()}
+    if share_rows:
+        config["target_name"] = verifier
     name = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}[dtype.name]
     config["torch_dtype"] = config["dtype"] = name
     folder = Path(path)
@@ -88,6 +99,14 @@ def save_head(
     finally:
         for partial in files.values():
             partial.unlink(missing_ok=True)
+
+
+def _has_rows_of(head: Head, target: Any) -> bool:
+    if not isinstance(target, Transformer):
+        return False
+    ids = head.target_ids
+    rows = target.head[...] if ids is None else target.head[...][:, ids]
+    return bool(jnp.array_equal(rows.astype(head.dtype), head.readout.head[...]))
 
 
 def _tensors(head: Head, dtype: np.dtype | None) -> dict[str, np.ndarray]:

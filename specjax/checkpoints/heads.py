@@ -19,7 +19,7 @@ from specjax.checkpoints.mtp import (
     parse_mtp_config,
 )
 from specjax.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder, read_json
-from specjax.checkpoints.sources import resolve
+from specjax.checkpoints.sources import BUILT_IN, resolve
 from specjax.checkpoints.weights import (
     CheckpointError,
     Parts,
@@ -50,10 +50,10 @@ def load_head(
     """Loads a trained head.
 
     Args:
-      path: a folder with config.json and safetensors in any of the public layouts, or a hub id. A target's own folder
-        gives its MTP module.
+      path: a built-in name ("smollm2-135m-eagle3"), a folder with config.json and safetensors in any of the public
+        layouts, or a hub id. A target's own folder gives its MTP module.
       target: the `Transformer` it was made for: it gives the head its vocabulary rows and usual taps where the files
-        leave them out, and is checked against it.
+        leave them out, and is checked against it. A built-in head without it loads the built-in target for that.
       dtype: of the matrices; None takes the target's, or float32.
       taps: layers to read in place of those that the config names, counted as the layers entered.
 
@@ -85,6 +85,10 @@ def load_head(
     ids = draft_ids(config, maps, str(folder))
     check_tensors(tensor_shapes(parts), file.shapes, str(folder), what, lambda name: name in spare)
 
+    if borrowed and model is None and raw.get("target_name") in BUILT_IN:
+        from specjax.checkpoints import load_target  # which stands above this module
+
+        model = load_target(raw["target_name"], dtype=dtype)
     if borrowed and model is None:
         raise CheckpointError(
             f"{folder}: missing tensor {', '.join(sorted(borrowed))}, which only a target of the head's width could give"

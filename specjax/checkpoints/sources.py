@@ -41,10 +41,17 @@ BUILT_IN = {
     )
 }
 
+HEADS = Path(__file__).parents[1] / "heads"  # trained ones, part of this package
+
 ROOM = (
     3  # times the file's size while it is fetched: the wheel, the file in the making, and some air
 )
 FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")  # never of a hub id
+
+
+def built_in_heads() -> list[str]:
+    """Names of the trained heads that come with the package."""
+    return sorted(path.parent.name for path in HEADS.glob("*/config.json"))
 
 
 def cache_dir() -> Path:
@@ -59,7 +66,7 @@ def resolve(source: str | os.PathLike, *, weights: bool = True) -> Path:
     """The folder or file that a source names, fetched into a cache where it is not local.
 
     Args:
-      source: a built-in name, a Hugging Face folder, a .gguf file, or a hub id `organisation/name`.
+      source: a built-in name (of a target or a head), a Hugging Face folder, a .gguf file, or a hub id `organisation/name`.
       weights: False fetches the small files alone (hub ids).
 
     Raises:
@@ -70,6 +77,8 @@ def resolve(source: str | os.PathLike, *, weights: bool = True) -> Path:
     name = os.fspath(source)
     if name in BUILT_IN:
         return _packaged(name, BUILT_IN[name])
+    if name in built_in_heads():
+        return HEADS / name
     path = Path(name).expanduser()
     if path.is_dir() or path.is_file():
         return path
@@ -78,7 +87,7 @@ def resolve(source: str | os.PathLike, *, weights: bool = True) -> Path:
         return _hub(name, weights)
     raise FileNotFoundError(
         f"source {name!r} is no file or folder here, no hub id (organisation/name) and no built-in "
-        f"name ({', '.join(sorted(BUILT_IN))})"
+        f"name ({', '.join([*sorted(BUILT_IN), *built_in_heads()])})"
     )
 
 
