@@ -9,12 +9,13 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from benchmarking import distribution, growth, peers, rounds, serving, workloads
+from benchmarking import distribution, growth, peers, plots, rounds, serving, workloads
 from common import (
     DrafterName,
     OtherDrafter,
@@ -60,6 +61,7 @@ class Options:
       samples: of each prompt for the law.
       repeats: measurements per figure; medians are reported.
       json: write every figure to this file.
+      plots: draw the figures into this folder.
     """
 
     target: str = "smollm2-135m-instruct"
@@ -78,6 +80,7 @@ class Options:
     samples: int = 256
     repeats: int = 3
     json: Path | None = None
+    plots: Path | None = None
 
     def __post_init__(self):
         numbers = ("limit", "max_new_tokens", "samples", "repeats", "batches", "contexts")
@@ -88,6 +91,8 @@ class Options:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not all(0 <= t < float("inf") for t in self.temperatures):
             raise ValueError(f"temperatures must be numbers >= 0, got {self.temperatures}")
+        if self.plots is not None and find_spec("matplotlib") is None:
+            raise ValueError("plots need matplotlib: pip install 'specjax[plot]'")
         if "growth" in self.sections and len(set(self.contexts)) < 2:
             raise ValueError(f"contexts must be at least two, to fit a line, got {self.contexts}")
 
@@ -229,6 +234,9 @@ def main(options: Options) -> None:
     report["errors"] = benchmark.errors
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
+    if options.plots is not None:
+        for file in plots.write_plots(report, options.plots):
+            console.print(f"drew {file}")
     if benchmark.errors:
         raise ValueError("\n".join(benchmark.errors))
 

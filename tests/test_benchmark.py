@@ -15,7 +15,7 @@ from specjax import Adaptive, DraftModel, NGram, Sampling
 
 sys.path.insert(0, str(SCRIPTS))
 import benchmark
-from benchmarking import distribution, growth, oracles, peers, workloads
+from benchmarking import distribution, growth, oracles, peers, plots, workloads
 
 CURVE = {1: 1.0, 2: 1.5, 4: 2.0}
 TARGET = tiny_target()
@@ -192,6 +192,41 @@ def test_engines_are_compared_on_the_same_work():
     assert calls == ["own", "peer"] * 6
     assert result["own"] == {"tokens_per_second": 10, "over_first": 1, "same_tokens": [3, 3]}
     assert result["peer"] == {"tokens_per_second": 5, "over_first": 0.5, "same_tokens": [1, 1]}
+
+
+def drawn_report() -> dict:
+    """Figures for every plot; one method without a limit, one without drafts."""
+
+    def method(speed: float, shares: list) -> dict:
+        return {"speed_up": speed, "acceptance_per_position": shares}
+
+    methods = {"ngram": method(1.4, [0.7, 0.5, None]), "head": method(2.0, [None, None])}
+    limits = {"length": {"ngram": 1.6, "head": None}, "choice": 2.2, "perfect": 5.0}
+    limits |= {"replayed": 4.6}
+    found = {"chat": {"methods": methods, "limits": limits}, "code": {"methods": methods}}
+    parts = {"draft": 1.0, "verify": 4.0, "rest": -0.1, "round": 4.9}
+    return {
+        "workloads": {"0": found, "1": found},
+        "curve": {"pass_ms": {1: 2.0, 2: 3.0}, "round_ms": {1: 2.1, 2: 3.1}},
+        "split": {"plain": parts, "ngram": parts},
+        "batch": {"1": {"plain": 1.0, "ngram": 2.0}, "64": {"plain": 30.0, "ngram": 24.0}},
+    }
+
+
+def test_plots_are_drawn_of_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = drawn_report()
+    files = plots.write_plots(report, tmp_path / "all")
+    assert {file.stem for file in files} == set(plots.PLOTS)
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    del report["workloads"], report["batch"]
+    assert [f.stem for f in plots.write_plots(report, tmp_path)] == ["verify_curve", "split"]
+
+
+def test_acceptance_is_averaged_over_the_workloads_that_drafted():
+    figures = [{"acceptance_per_position": x} for x in ([0.8, 0.5], [0.4, None])]
+    found = {w: {"methods": {"m": f}} for w, f in zip("ab", figures, strict=True)}
+    assert workloads.acceptance_by_position(found)["m"] == pytest.approx([0.6, 0.5])
 
 
 @pytest.fixture(scope="module")
