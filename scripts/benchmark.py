@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from benchmarking import distribution, growth, peers, plots, rounds, serving, workloads
+from benchmarking import distribution, gpu, growth, peers, plots, rounds, serving, workloads
 from common import (
     DrafterName,
     OtherDrafter,
@@ -30,7 +30,7 @@ import specjax
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 Section = Literal[
-    "curve", "split", "lookup", "workloads", "law", "peers", "batch", "growth", "compile"
+    "curve", "split", "lookup", "workloads", "law", "peers", "batch", "growth", "compile", "gpu"
 ]
 DEFAULT: tuple[Section, ...] = ("curve", "split", "lookup", "workloads", "law", "peers", "batch")
 HERE = Path(__file__).parent
@@ -46,7 +46,8 @@ class Options:
         round take), `lookup` (cost of a proposal over a long history), `workloads` (drafters by workload, and the limits
         that oracles set), `law` (sampled text against plain decoding's, by chi-square), `peers` (other engines on the
         same work), `batch` (a stream through more and more slots), `growth` (time and memory against context, rows,
-        vocabulary and drafts), `compile` (first call, second process).
+        vocabulary and drafts), `compile` (first call, second process), `gpu` (an accelerator at a large model's shapes, in
+        ten minutes, without the target).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
       drafters: which to compare.
       draft_model: source of the draft model that `draft-model`, and a peer's, draft with.
@@ -59,6 +60,7 @@ class Options:
       batches: slots of the streams.
       contexts: cache slots that growth is measured at.
       samples: of each prompt for the law.
+      gpu_shapes: of the model with random weights; `tiny` tries the section anywhere.
       repeats: measurements per figure; medians are reported.
       json: write every figure to this file.
       plots: draw the figures into this folder.
@@ -78,6 +80,7 @@ class Options:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     samples: int = 256
+    gpu_shapes: gpu.ShapeName = "llama-8b"
     repeats: int = 3
     json: Path | None = None
     plots: Path | None = None
@@ -98,13 +101,13 @@ class Options:
 
 
 class Benchmark:
-    """The sections that need a target, each of which returns its part of the report."""
+    """The sections that need a target, a method each, which returns its part of the report; errors are added to a list."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, errors: list[str]):
         self.options = options
         self.target = specjax.load_target(options.target)
         self.tokenizer = specjax.load_tokenizer(options.target)
-        self.workloads = read_workloads(options.prompts, options.limit)
+        self.conversations = read_workloads(options.prompts, options.limit)
         self.drafters = {
             name: make_drafter(
                 name,
@@ -116,12 +119,12 @@ class Benchmark:
             )
             for name in options.drafters
         }
-        self.errors: list[str] = []
+        self.errors = errors
         self._curve: dict[str, Any] | None = None
 
     def prompts(self, per_workload: int) -> list[list[int]]:
         """The first prompts of every workload."""
-        some = chain.from_iterable(c[:per_workload] for c in self.workloads.values())
+        some = chain.from_iterable(c[:per_workload] for c in self.conversations.values())
         return [self.tokenizer.encode_chat(conversation) for conversation in some]
 
     @property
@@ -145,14 +148,14 @@ class Benchmark:
         console.print(rounds.lookup_table(result))
         return result
 
-    def by_workload(self) -> dict[str, Any]:
+    def workloads(self) -> dict[str, Any]:
         """By temperature."""
         curve, found = rounds.relative(self.curve()), {}
         for temperature in self.options.temperatures:
             result = workloads.measure_workloads(
                 self.target,
                 self.tokenizer,
-                self.workloads,
+                self.conversations,
                 self.drafters,
                 temperature=temperature,
                 max_new_tokens=self.options.max_new_tokens,
@@ -225,20 +228,22 @@ class Benchmark:
 
 def main(options: Options) -> None:
     use_compilation_cache()
-    report: dict[str, Any] = {"target": options.target, "device": describe_device()}
+    report: dict[str, Any] = {"target": options.target, "device": describe_device(), "errors": []}
     console.print(f"[bold]{options.target}[/] on {describe_device()}")
-    benchmark = Benchmark(options)
-    for section in options.sections:
-        measure = benchmark.by_workload if section == "workloads" else getattr(benchmark, section)
-        report[section] = measure()
-    report["errors"] = benchmark.errors
+    if set(options.sections) - {"gpu"}:
+        benchmark = Benchmark(options, report["errors"])
+        for section in options.sections:
+            if section != "gpu":
+                report[section] = getattr(benchmark, section)()
+    if "gpu" in options.sections:
+        report["gpu"] = gpu.measure_gpu(options.gpu_shapes, options.repeats, console)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     if options.plots is not None:
         for file in plots.write_plots(report, options.plots):
             console.print(f"drew {file}")
-    if benchmark.errors:
-        raise ValueError("\n".join(benchmark.errors))
+    if report["errors"]:
+        raise ValueError("\n".join(report["errors"]))
 
 
 if __name__ == "__main__":

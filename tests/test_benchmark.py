@@ -4,6 +4,8 @@ import json
 import sys
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from folders import write_folder
@@ -15,7 +17,7 @@ from specjax import Adaptive, DraftModel, NGram, Sampling
 
 sys.path.insert(0, str(SCRIPTS))
 import benchmark
-from benchmarking import distribution, growth, oracles, peers, plots, workloads
+from benchmarking import distribution, gpu, growth, oracles, peers, plots, workloads
 
 CURVE = {1: 1.0, 2: 1.5, 4: 2.0}
 TARGET = tiny_target()
@@ -252,7 +254,7 @@ def place(tmp_path_factory):
 def test_wrong_inputs_are_named(place, options, message):
     model, prompts = place
     with pytest.raises(ValueError, match=message):
-        benchmark.Benchmark(benchmark.Options(target=str(model), prompts=prompts, **options))
+        benchmark.Benchmark(benchmark.Options(target=str(model), prompts=prompts, **options), [])
 
 
 def measure(place, **given):
@@ -304,3 +306,30 @@ def test_a_report_has_growth_and_peers(place):
     assert {"specjax", "specjax, ngram"} | {f"transformers{x}" for x in expected} <= set(engines)
     assert all(figures["same_tokens"] == [12, 12] for figures in engines.values())
     assert "--draft-model" in report["peers"]["skipped"]["transformers, assisted"]
+
+
+@pytest.mark.thorough
+def test_the_section_of_accelerators_runs_anywhere_with_tiny_shapes(place):
+    report = measure(place, sections=("gpu",), gpu_shapes="tiny")
+    found = report["gpu"]
+    assert found["copy_bandwidth"] > 0 and found["product_flops"] > 0
+    assert found["plain"]["reached"] > 0 and found["plain"]["limit"] > 0
+    for batch in (1, 2):
+        assert 1 <= found[f"batch {batch}"]["tokens_per_pass"] <= gpu.NUM_DRAFT + 1
+    assert found["training"]["tokens_per_second"] > 0 < found["training"]["utilisation"]
+    assert "torch" in found or "torch" in found["skipped"]
+
+
+def test_no_accelerator_is_said(place):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is one")
+    report = measure(place, sections=("gpu",))
+    assert "--gpu-shapes tiny" in report["gpu"]["skipped"]["gpu"]
+
+
+def test_operations_of_training_are_counted():
+    """Two of every weight of the target that multiplies, six of the head's, all steps but for the map from the taps."""
+    params = {"fc": jnp.ones((6, 2)), "first.up": jnp.ones((2, 5)), "norm": jnp.ones(2)}
+    weights = sum(x.size for x in jax.tree.leaves(TARGET) if x.ndim > 1)
+    multiplied = weights - TARGET.vocab_size * TARGET.config.hidden_size
+    assert gpu.training_flops(TARGET, params, 3) == 2 * multiplied + 6 * (12 + 3 * 10)
