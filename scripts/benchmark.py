@@ -230,15 +230,19 @@ def main(options: Options) -> None:
     use_compilation_cache()
     report: dict[str, Any] = {"target": options.target, "device": describe_device(), "errors": []}
     console.print(f"[bold]{options.target}[/] on {describe_device()}")
-    if set(options.sections) - {"gpu"}:
+
+    def add(section: str, found: Any) -> None:
+        report[section] = found
+        if options.json is not None:  # what was measured is not lost with what comes after it
+            options.json.write_text(json.dumps(report, indent=1))
+
+    own = [section for section in options.sections if section != "gpu"]
+    if own:
         benchmark = Benchmark(options, report["errors"])
-        for section in options.sections:
-            if section != "gpu":
-                report[section] = getattr(benchmark, section)()
+        for section in own:
+            add(section, getattr(benchmark, section)())
     if "gpu" in options.sections:
-        report["gpu"] = gpu.measure_gpu(options.gpu_shapes, options.repeats, console)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
+        add("gpu", gpu.measure_gpu(options.gpu_shapes, options.repeats, console))
     if options.plots is not None:
         for file in plots.write_plots(report, options.plots):
             console.print(f"drew {file}")

@@ -1,6 +1,8 @@
 """The benchmark: its oracles against hand-computed and enumerated cases, its tests of a law, its report."""
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -229,6 +231,12 @@ def test_acceptance_is_averaged_over_the_workloads_that_drafted():
     figures = [{"acceptance_per_position": x} for x in ([0.8, 0.5], [0.4, None])]
     found = {w: {"methods": {"m": f}} for w, f in zip("ab", figures, strict=True)}
     assert workloads.acceptance_by_position(found)["m"] == pytest.approx([0.6, 0.5])
+
+
+def test_an_engine_that_crashes_is_noticed():
+    assert peers.exit_code(os._exit, 0) == 0
+    assert peers.exit_code(os._exit, 3) == 3
+    assert peers.exit_code(os.abort) == -signal.SIGABRT
 
 
 @pytest.fixture(scope="module")

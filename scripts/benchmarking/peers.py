@@ -6,6 +6,7 @@ never replaced.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -174,7 +175,27 @@ def float32_gguf(source: str) -> Path:
     return path
 
 
+def exit_code(function: Callable[..., Any], *arguments: Any) -> int | None:
+    """Of a process of its own that calls the function; negative if a signal ended it."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def try_llama_cpp(entry: Entry, float32: bool, lookup: bool) -> None:
+    load_llama_cpp(entry, float32, lookup)([1] * 64, 2)
+
+
 def llama_cpp_engine(entry: Entry, *, float32: bool, lookup: bool) -> Engine:
+    """llama.cpp, if it does not end the process that it runs in (as builds for other processors do)."""
+    engine = load_llama_cpp(entry, float32, lookup)
+    if code := exit_code(try_llama_cpp, entry, float32, lookup):
+        raise CannotTakePart(f"a process that tried it ended with exit code {code}")
+    return engine
+
+
+def load_llama_cpp(entry: Entry, float32: bool, lookup: bool) -> Engine:
     """llama.cpp through llama-cpp-python, with float32 weights or the file's own, as many threads."""
     try:
         import llama_cpp  # pyright: ignore[reportMissingImports] (optional)
