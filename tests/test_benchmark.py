@@ -144,6 +144,22 @@ def test_chi_square_is_pearsons():
     assert distribution.chi_square([1, 1], [1, 1])["p"] == 1.0
 
 
+@pytest.mark.parametrize("drafter", [None, NGram(num_draft=3)])
+def test_samples_are_those_of_generate(drafter):
+    """One prefill for all rows gives what a prefill for each does."""
+    found, length = distribution.sample(TARGET, PROMPT, drafter, samples=5, key=2, batch=3)
+    out = specjax.generate(
+        TARGET,
+        [PROMPT] * 6,
+        drafter=drafter,
+        max_new_tokens=distribution.TOKENS,
+        sampling=Sampling(temperature=1.0),
+        key=2,
+    )
+    np.testing.assert_array_equal(found, out.tokens[:5])
+    assert length == pytest.approx(out.statistics.mean_acceptance_length)
+
+
 def test_a_wrong_law_is_an_error():
     rng = np.random.default_rng(0)
     row = {"method": "m", "prompt": 0, "place": 1}
@@ -269,7 +285,12 @@ def measure(place, **given):
     """A report on the tiny model."""
     model, prompts = place
     out = prompts.with_name("report.json")
-    settings = {"drafters": ("ngram",), "limit": 1, "max_new_tokens": 12, "repeats": 1} | given
+    settings = {
+        "drafters": ("none", "ngram"),
+        "limit": 1,
+        "max_new_tokens": 12,
+        "repeats": 1,
+    } | given
     benchmark.main(benchmark.Options(target=str(model), prompts=prompts, json=out, **settings))
     return json.loads(out.read_text())
 
@@ -285,7 +306,13 @@ def test_a_report_has_every_figure(place):
         assert ngram["identical"] == 1 and ngram["different"] == {}
         assert ngram["mean_acceptance_length"] >= 1
         assert min(ngram[f"speed_up{x}"] for x in ("", "_with_prefill", "_median")) > 0
-        assert 1 <= limits["length"]["ngram"] <= limits["choice"] <= limits["perfect"]
+        assert (
+            limits["length"]["none"]
+            == 1
+            <= limits["length"]["ngram"]
+            <= limits["choice"]
+            <= limits["perfect"]
+        )
         assert limits["replayed"] > 0
 
 
@@ -293,11 +320,15 @@ def test_a_report_has_every_figure(place):
 def test_a_report_has_the_law_the_parts_and_the_batches(place):
     report = measure(place, sections=("split", "law", "batch"), batches=(1, 2), samples=64)
     assert report["errors"] == []
-    assert set(report["split"]) == {"plain", "ngram"}
+    assert set(report["split"]) == {"plain", "none", "ngram"}
     assert set(report["split"]["ngram"]) == {"draft", "verify", "rest", "round"}
-    assert len(report["law"]) == 2 * distribution.TOKENS
+    assert len(report["law"]) == 2 * 2 * distribution.TOKENS
     assert {"statistic", "degrees", "p", "tokens_per_pass"} <= set(report["law"][0])
-    assert set(report["batch"]) == {"1", "2"} and set(report["batch"]["1"]) == {"plain", "ngram"}
+    assert set(report["batch"]) == {"1", "2"} and set(report["batch"]["1"]) == {
+        "plain",
+        "none",
+        "ngram",
+    }
 
 
 @pytest.mark.thorough

@@ -1,13 +1,18 @@
 """Whether sampled text follows the target: drafted samples against plain ones, by chi-square."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-import specjax
+from specjax.decoding import DecodeState, decode, prefill
+from specjax.drafters.base import Shared
+from specjax.generate import prepare
+from specjax.sampling import Sampling, make_keys
 
 TOKENS = 4  # of a sample: the first is drafted after the prompt, the others after drafts that stood or fell
 EXPECTED = 5.0  # rarer tokens are counted together: what the chi-square law needs
@@ -33,6 +38,18 @@ def chi_square(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> 
     return {"statistic": statistic, "degrees": degrees, "p": p}
 
 
+def repeat(state: DecodeState, keys: jax.Array) -> DecodeState:
+    """A prefilled row as one row for every key [B]. Nothing is shared with it: decoding overwrites what it is given."""
+
+    def rows(x: Any) -> Any:
+        copied = isinstance(x, Shared)
+        return jax.tree.map(jnp.copy, x) if copied else jnp.repeat(x, len(keys), axis=0)
+
+    one = replace(state, stop_token_ids=None, keys=None)
+    many = jax.tree.map(rows, one, is_leaf=lambda x: isinstance(x, Shared))
+    return replace(many, stop_token_ids=jnp.copy(state.stop_token_ids), keys=keys)
+
+
 def sample(
     target: Any,
     prompt: Sequence[int],
@@ -43,21 +60,23 @@ def sample(
     batch: int = 64,
 ) -> tuple[np.ndarray, float]:
     """Independent samples of the first new tokens at temperature 1, int[samples, TOKENS], and tokens per pass."""
-    rows, emitted, rounds = [], 0, 0
-    keys = jax.random.split(jax.random.key(key), -(-samples // batch))
-    for part in keys:
-        out = specjax.generate(
-            target,
-            [prompt] * batch,
-            drafter=drafter,
-            max_new_tokens=TOKENS,
-            sampling=specjax.Sampling(temperature=1.0),
-            key=part,
-        )
-        rows += out.tokens
-        emitted += int(out.statistics.emitted.sum())
-        rounds += int(out.statistics.rounds.sum())
-    return np.stack(rows[:samples]), emitted / rounds
+    drafter, state, chunk = prepare(
+        target,
+        [prompt],
+        drafter=drafter,
+        max_new_tokens=TOKENS,
+        sampling=Sampling(temperature=1.0),
+        key=key,
+        stop_token_ids=(),
+    )
+    state = prefill(target, drafter, state, chunk)  # once: the samples differ in their keys alone
+    tokens, rounds = [], 0
+    for keys in make_keys(key, -(-samples // batch) * batch).reshape(-1, batch):
+        done = decode(target, drafter, repeat(state, keys), TOKENS)
+        tokens.append(np.asarray(done.tokens[:, len(prompt) : len(prompt) + TOKENS]))
+        rounds += int(done.statistics.rounds.sum())
+    found = np.concatenate(tokens)
+    return found[:samples], found.size / rounds
 
 
 def measure_law(
