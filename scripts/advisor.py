@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarking.workloads import decode_in_turn, tokens_per_second
 from common import DrafterName, make_drafter, read_workloads
 from rich.console import Console
-from workloads import decode_in_turn, tokens_per_second
 
 import specjax
 from specjax.advice import LEAST_GAIN, best_prediction

@@ -109,8 +109,8 @@ def test_benchmark_runs_on_a_tiny_model(place, tmp_path):
     arguments += ["--json", out, "--sections", "curve", "workloads", "--drafters", "ngram"]
     run("benchmark.py", *arguments, "--temperatures", 0, cache=cache)
     report = json.loads(out.read_text())
-    echo = report["temperature 0"]["echo"]
-    assert echo["drafters"]["ngram"]["identical"] == 1 and echo["oracle_speed_up"] > 0
+    echo = report["workloads"]["0"]["echo"]
+    assert echo["methods"]["ngram"]["identical"] == 1 and echo["limits"]["perfect"] > 0
     curve = report["curve"]
     assert list(map(int, curve["pass_ms"])) == [1, 2, 4, 8, 16]
     assert np.isfinite([*curve["pass_ms"].values(), *curve["round_ms"].values()]).all()

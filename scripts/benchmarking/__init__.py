@@ -1,0 +1,1 @@
+"""The parts of `benchmark.py`: what is measured, and how it is shown."""
