@@ -117,32 +117,46 @@ def draft_chain(
     carry: Any,
     context: Context,
     num_draft: int,
+    min_confidence: float = 0.0,
     vocabulary: Vocabulary = SAME,
 ) -> tuple[Draft, Any]:
     """N tokens one after the other.
+
+    Drafting ends early where no row goes on: all have ended, or drawn a token whose distribution was too flat
+    (`propose_chain` leaves it out). What was not drafted is 0, confidence too.
 
     Args:
       first: [B, Vd], logits after the newest committed token.
       step: (carry, token int32[B], index int32[]) -> (carry, logits [B, Vd] after that token); called for the drafts
         0..N-2 (index 1..N-1).
       carry: the first step's.
+      min_confidence: of a token's likeliest value, for its row to go on; 0 drafts all N.
       vocabulary: of the logits.
 
     Returns:
       the draft [B, N, ...] and the last carry.
     """
     draft, seen = draw_token(first, context, context.seen, 0, vocabulary)
+    whole = jax.tree.map(lambda x: jnp.zeros((num_draft, *x.shape), x.dtype).at[0].set(x), draft)
+    going = ~jnp.broadcast_to(context.done, draft.tokens.shape)
 
-    def one(state, index):
-        carry, draft, seen = state
+    def sure(draft: Draft, going: Array) -> Array:
+        return going & (draft.confidence >= min_confidence) if min_confidence > 0 else going
+
+    def more(state):
+        index, going = state[0], state[-1]
+        return (index < num_draft) & jnp.any(going)
+
+    def one(state):
+        index, carry, draft, seen, whole, going = state
         carry, logits = step(carry, draft.tokens, index)
         draft, seen = draw_token(logits, context, seen, index, vocabulary)
-        return (carry, draft, seen), draft
+        whole = jax.tree.map(lambda xs, x: xs.at[index].set(x), whole, draft)
+        return index + 1, carry, draft, seen, whole, sure(draft, going)
 
-    (carry, _, _), rest = jax.lax.scan(one, (carry, draft, seen), jnp.arange(1, num_draft))
-    whole = jax.tree.map(
-        lambda a, b: jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1), draft, rest
-    )
+    state = (jnp.int32(1), carry, draft, seen, whole, sure(draft, going))
+    _, carry, _, _, whole, _ = jax.lax.while_loop(more, one, state)
+    whole = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), whole)
     return replace(whole, log_q=vocabulary.spread(whole.log_q)), carry
 
 

@@ -151,10 +151,11 @@ class DraftModel:
         first = fit_vocabulary(logits[:, 0], target.vocab_size)
         if self.tree is not None:
             return self._propose_tree(target, state, context, cache, first)
-        draft, cache = draft_chain(first, step, cache, context, self.num_draft)
+        draft, cache = draft_chain(first, step, cache, context, self.num_draft, self.min_confidence)
         room = jnp.clip(self.model.context_length - length, 0, self.num_draft)
         proposal = propose_chain(draft, room, self.min_confidence)
-        written = draft.tokens[:, : self.num_draft - 1]
+        # a draft has keys if the one after it was drawn
+        written = jnp.where(draft.confidence[:, 1:] > 0, draft.tokens[:, :-1], -1)
         return proposal, replace(state, cache=cache.rewind(length), written=written)
 
     def _propose_tree(

@@ -150,7 +150,13 @@ class Eagle3:
             proposal, _ = grow(self.tree, first, extend, carry, context, vocabulary)
         else:
             draft, _ = draft_chain(
-                first, step, (block, hidden), context, self.num_draft, vocabulary
+                first,
+                step,
+                (block, hidden),
+                context,
+                self.num_draft,
+                self.min_confidence,
+                vocabulary,
             )
             everything = jnp.full(batch, self.num_draft, jnp.int32)
             proposal = propose_chain(draft, everything, self.min_confidence)

@@ -140,7 +140,7 @@ class EarlyExit:
         hidden = jnp.zeros((batch, width, target.config.hidden_size), target.dtype)
         carry = (target.empty_block(batch, width, layers), hidden)
         carry, first = step(carry, newest, jnp.int32(0))
-        draft, carry = draft_chain(first, step, carry, context, self.num_draft)
+        draft, carry = draft_chain(first, step, carry, context, self.num_draft, self.min_confidence)
         length = jnp.full(batch, self.num_draft, jnp.int32)
         if not shared:
             return propose_chain(draft, length, self.min_confidence), None

@@ -1,5 +1,6 @@
 """Law 1: with any drafter, greedy output is plain greedy output, token for token. Law 3: a perfect drafter."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from zoo import (
 
 import specjax
 from specjax import DraftModel, Eagle3, NGram, StaticTree, TopKTree
+from specjax.decoding import draft, prefill
+from specjax.generate import prepare
 
 TARGET = tiny_target()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7]]
@@ -182,3 +185,32 @@ def test_repetition_penalty_sees_the_drafts_before_it(name):
     same(spoken.tokens, plain.tokens)
     if name == "perfect-model":
         assert spoken.statistics.mean_acceptance_length == 5
+
+
+@pytest.mark.parametrize(
+    "name", ["noisy-model", "early-exit", "eagle3", "eagle3-deep", "mtp", "p-eagle"]
+)
+def test_drafts_are_penalised_for_the_drafts_before_them(name):
+    """Under a penalty that no logit outweighs, a row drafts nothing twice and nothing that is there; without it, some do."""
+
+    def repeats(penalty):
+        drafter, state, chunk = prepare(
+            TARGET,
+            PROMPTS,
+            drafter=ZOO[name],
+            max_new_tokens=20,
+            sampling=specjax.Sampling(repetition_penalty=penalty),
+            key=0,
+            stop_token_ids=(),
+        )
+        state = prefill(TARGET, drafter, state, chunk)
+        state, proposal, _ = jax.jit(draft)(TARGET, drafter, state)
+        found = 0
+        for row, length in enumerate(np.asarray(state.length)):
+            there = np.asarray(state.tokens[row])[:length].tolist()
+            drafted = np.asarray(proposal.tokens[row])[: int(proposal.length[row])].tolist()
+            found += len(there) + len(drafted) - len({*there, *drafted}) - (length - len({*there}))
+        return found
+
+    assert repeats(1e6) == 0
+    assert repeats(1.0) > 0
