@@ -101,7 +101,7 @@ def test_what_stands_is_counted_up_to_the_answers_last_token():
     assert oracles.count_stands(tokens, lengths, answer).tolist() == [2, 2, 1, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.thorough)])
 def test_recorded_proposals_are_those_of_real_rounds(temperature):
     """Walking through what stood takes as many rounds as decoding with the drafter did."""
     sampling, drafter = Sampling(temperature=temperature), NGram(num_draft=3)
@@ -318,7 +318,11 @@ def test_a_report_has_every_figure(place):
 
 @pytest.mark.thorough
 def test_a_report_has_the_law_the_parts_and_the_batches(place):
-    report = measure(place, sections=("split", "law", "batch"), batches=(1, 2), samples=64)
+    sections = ("split", "workloads", "law", "batch")
+    given = {"drafters": ("none", "ngram"), "batches": (1, 2), "samples": 64}
+    report = measure(place, sections=sections, temperatures=(1.0,), **given)
+    limits = report["workloads"]["1"]["echo"]["limits"]
+    assert 1 <= limits["length"]["none"] <= limits["length"]["ngram"]
     assert report["errors"] == []
     assert set(report["split"]) == {"plain", "none", "ngram"}
     assert set(report["split"]["ngram"]) == {"draft", "verify", "rest", "round"}
