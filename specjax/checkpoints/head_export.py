@@ -63,7 +63,7 @@ def save_head(
         raise ValueError(f"layout {layout!r} is not one of {kind}; got {kind}")
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
     if share_rows:
-        if not _has_rows_of(head, target):
+        if not _has_rows_of(head, target, dtype or head.dtype):
             raise ValueError(
                 "share_rows: the head's rows of the vocabulary must be its target's, got others"
             )
@@ -101,12 +101,13 @@ def save_head(
             partial.unlink(missing_ok=True)
 
 
-def _has_rows_of(head: Head, target: Any) -> bool:
+def _has_rows_of(head: Head, target: Any, dtype: Any) -> bool:
+    """Whether they are the same as far as the written type tells."""
     if not isinstance(target, Transformer):
         return False
     ids = head.target_ids
     rows = target.head[...] if ids is None else target.head[...][:, ids]
-    return bool(jnp.array_equal(rows.astype(head.dtype), head.readout.head[...]))
+    return bool(jnp.array_equal(rows.astype(dtype), head.readout.head[...].astype(dtype)))
 
 
 def _tensors(head: Head, dtype: np.dtype | None) -> dict[str, np.ndarray]:
