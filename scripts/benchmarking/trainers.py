@@ -136,22 +136,16 @@ def specjax_update(job: Job) -> Update:
 
 def speculators_update(job: Job) -> Update:
     """speculators' model, loss and optimizer as its own trainer joins them, on the CPU."""
+    # optional, and no part of the oracle's packages; first, so that a lack of it shows at once
+    import speculators.models.eagle3 as eagle3  # pyright: ignore[reportMissingImports]
     import torch
     from safetensors.torch import load_file
-
-    # optional, and no part of the oracle's packages
-    from speculators.losses import (  # pyright: ignore[reportMissingImports]
-        resolve_loss_config,
-    )
-    from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
-        Eagle3DraftModel,
-        Eagle3SpeculatorConfig,
-    )
+    from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(os.cpu_count() or 1)
-    config = Eagle3SpeculatorConfig.from_pretrained(job.folder)
-    config.transformer_layer_config._attn_implementation = "sdpa"  # faster than `eager` here
-    model = Eagle3DraftModel(config)
+    config = eagle3.Eagle3SpeculatorConfig.from_pretrained(job.folder)
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    model = eagle3.Eagle3DraftModel(config)
     weights = load_file(Path(job.folder) / "model.safetensors")
     # a new head has the target's norm and rows of the vocabulary: the teacher's are the same
     weights["verifier_norm.weight"] = weights["norm.weight"]

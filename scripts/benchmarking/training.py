@@ -120,6 +120,8 @@ def measure_training(
             with ExitStack() as stack:
                 trainers: dict[str, Trainer] = {}
                 for name, job in jobs.items():
+                    if name in found["skipped"]:
+                        continue
                     try:
                         trainers[name] = stack.enter_context(running(job))
                     except CannotTakePart as reason:
