@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from benchmarking import distribution, gpu, growth, peers, plots, rounds, serving, workloads
+from benchmarking import (
+    distribution,
+    gpu,
+    growth,
+    peers,
+    plots,
+    rounds,
+    serving,
+    training,
+    workloads,
+)
 from common import (
     DrafterName,
     OtherDrafter,
@@ -31,7 +41,17 @@ from specjax.drafters.base import NoDrafter
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 Section = Literal[
-    "curve", "split", "lookup", "workloads", "law", "peers", "batch", "growth", "compile", "gpu"
+    "curve",
+    "split",
+    "lookup",
+    "workloads",
+    "law",
+    "peers",
+    "batch",
+    "growth",
+    "compile",
+    "training",
+    "gpu",
 ]
 DEFAULT: tuple[Section, ...] = ("curve", "split", "lookup", "workloads", "law", "peers", "batch")
 HERE = Path(__file__).parent
@@ -47,8 +67,9 @@ class Options:
         round take), `lookup` (cost of a proposal over a long history), `workloads` (drafters by workload, and the limits
         that oracles set), `law` (sampled text against plain decoding's, by chi-square), `peers` (other engines on the
         same work), `batch` (a stream through more and more slots), `growth` (time and memory against context, rows,
-        vocabulary and drafts), `compile` (first call, second process), `gpu` (an accelerator at a large model's shapes, in
-        ten minutes, without the target).
+        vocabulary and drafts), `compile` (first call, second process), `training` (an EAGLE-3 head beside speculators'
+        trainer, and its growth; on the CPU), `gpu` (an accelerator at a large model's shapes, in ten minutes, without the
+        target).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
       drafters: which to compare.
       draft_model: source of the draft model that `draft-model`, and a peer's, draft with.
@@ -61,6 +82,9 @@ class Options:
       batches: slots of the streams.
       contexts: cache slots that growth is measured at.
       samples: of each prompt for the law.
+      draft_vocab_size: of the heads that are trained.
+      sequences: of a training batch.
+      lengths: tokens of a training sequence; growth is measured from half the least to twice the most.
       gpu_shapes: of the model with random weights; `tiny` tries the section anywhere.
       repeats: measurements per figure; medians are reported.
       json: write every figure to this file.
@@ -81,6 +105,9 @@ class Options:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     samples: int = 256
+    draft_vocab_size: int = 8192
+    sequences: int = 4
+    lengths: tuple[int, ...] = (512, 1024)
     gpu_shapes: gpu.ShapeName = "llama-8b"
     repeats: int = 3
     json: Path | None = None
@@ -88,6 +115,7 @@ class Options:
 
     def __post_init__(self):
         numbers = ("limit", "max_new_tokens", "samples", "repeats", "batches", "contexts")
+        numbers += ("draft_vocab_size", "sequences", "lengths")
         for name in numbers:
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
@@ -99,6 +127,8 @@ class Options:
             raise ValueError("plots need matplotlib: pip install 'specjax[plot]'")
         if "growth" in self.sections and len(set(self.contexts)) < 2:
             raise ValueError(f"contexts must be at least two, to fit a line, got {self.contexts}")
+        if min(self.lengths) < 16:
+            raise ValueError(f"lengths must be at least 16 tokens, got {self.lengths}")
 
 
 class Benchmark:
@@ -228,6 +258,26 @@ class Benchmark:
         return result
 
 
+def train(options: Options) -> dict[str, Any]:
+    """The section of training; it loads the target in processes of its own."""
+    lengths = sorted(options.lengths)
+    growing = [lengths[0] // 2, *lengths, 2 * lengths[-1]]
+    result = training.measure_training(
+        options.target,
+        options.draft_vocab_size,
+        count=options.sequences,
+        lengths=lengths,
+        growing_counts=(1, 2, 4),
+        growing_lengths=growing,
+        repeats=options.repeats,
+    )
+    for table in training.training_tables(result, options.sequences):
+        console.print(table)
+    for name, reason in result["skipped"].items():
+        console.print(f"{name} skipped: {reason}")
+    return result
+
+
 def main(options: Options) -> None:
     use_compilation_cache()
     report: dict[str, Any] = {"target": options.target, "device": describe_device(), "errors": []}
@@ -238,11 +288,13 @@ def main(options: Options) -> None:
         if options.json is not None:  # what was measured is not lost with what comes after it
             options.json.write_text(json.dumps(report, indent=1))
 
-    own = [section for section in options.sections if section != "gpu"]
+    own = [section for section in options.sections if section not in ("training", "gpu")]
     if own:
         benchmark = Benchmark(options, report["errors"])
         for section in own:
             add(section, getattr(benchmark, section)())
+    if "training" in options.sections:
+        add("training", train(options))
     if "gpu" in options.sections:
         add("gpu", gpu.measure_gpu(options.gpu_shapes, options.repeats, console))
     if options.plots is not None:

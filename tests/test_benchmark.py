@@ -19,7 +19,7 @@ from specjax import Adaptive, DraftModel, NGram, Sampling
 
 sys.path.insert(0, str(SCRIPTS))
 import benchmark
-from benchmarking import distribution, gpu, growth, oracles, peers, plots, workloads
+from benchmarking import distribution, gpu, growth, oracles, peers, plots, training, workloads
 
 CURVE = {1: 1.0, 2: 1.5, 4: 2.0}
 TARGET = tiny_target()
@@ -178,6 +178,15 @@ def test_growth_is_measured_against_lines():
     assert growth.fit_constant([1.0, 2.0, 3.0], 10.0) == {"start": 2.0, "slope": 0.0, "off": 0.1}
 
 
+def test_the_cost_of_lengths_is_split_into_matrices_and_scores():
+    lengths = [16, 32, 64]
+    seconds = [3e-3 * t + 2e-5 * training.STEPS * (t**2 + training.STEPS * t) for t in lengths]
+    fit = training.fit_lengths(lengths, seconds)
+    assert (fit["linear"], fit["scores"]) == pytest.approx((3e-3, 2e-5))
+    assert fit["off"] == pytest.approx(0.0, abs=1e-9)
+    assert training.fit_lengths(lengths, [1.0, 1.0, 1.0])["off"] > 0.3
+
+
 def test_a_decoding_holds_its_cache():
     held = growth.held_bytes(TARGET, 512)
     expected = specjax.estimate_memory(TARGET, context=512).cache
@@ -272,6 +281,7 @@ def place(tmp_path_factory):
         ({"batches": (4, 0)}, r"batches must be at least 1, got \(4, 0\)"),
         ({"temperatures": (-1.0,)}, "temperatures must be"),
         ({"sections": ("growth",), "contexts": (512,)}, "contexts must be at least two"),
+        ({"lengths": (512, 8)}, r"lengths must be at least 16 tokens, got \(512, 8\)"),
         ({"drafters": ("draft-model",)}, "needs --draft-model"),
     ],
 )
@@ -349,6 +359,31 @@ def test_a_report_has_growth_and_peers(place):
     assert {"specjax", "specjax, ngram"} | {f"transformers{x}" for x in expected} <= set(engines)
     assert all(figures["same_tokens"] == [12, 12] for figures in engines.values())
     assert "--draft-model" in report["peers"]["skipped"]["transformers, assisted"]
+
+
+def test_trainers_are_compared_on_the_same_head(place):
+    """speculators takes part where it is installed, and has to find the same loss there; else it is skipped by name."""
+    given = {"draft_vocab_size": 64, "sequences": 2, "lengths": (16,)}
+    found = measure(place, sections=("training",), **given)["training"]
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.02)):
+        trainers = found["trainers"][dtype]["16"]
+        own = trainers.pop("specjax")
+        assert own["times_as_fast"] == 1 and min(own.values()) > 0
+        assert set(trainers) | set(found["skipped"]) == set(training.PEERS)
+        if trainers:
+            theirs = trainers["speculators, one by one"]["loss"]
+            assert theirs == pytest.approx(own["loss"], rel=tolerance)
+    assert found["growth"]["sequences"]["x"] == [1, 2, 4]
+    assert found["growth"]["length"]["x"] == [8, 16, 32]
+
+
+def test_a_trainer_that_ends_says_why(place):
+    job = training.Job("specjax", str(place[0]), str(place[0].parent / "head"), 10**6)
+    with (
+        pytest.raises(ChildProcessError, match=r"exit code 1: ValueError: draft_vocab_size must"),
+        training.running(job),
+    ):
+        pass
 
 
 @pytest.mark.thorough

@@ -23,6 +23,7 @@ from rich.table import Table
 
 import specjax
 from benchmarking.rounds import curve_table, measure_curve
+from benchmarking.trainers import make_step
 from benchmarking.workloads import decode_one, tokens_per_second
 from specjax.advice import estimate_memory, tree_bytes
 from specjax.models.config import LayerConfig, Rope, TransformerConfig
@@ -30,10 +31,7 @@ from specjax.models.transformer import Transformer
 from specjax.verification import synthetic_rates
 from training.config import TrainConfig
 from training.eagle3 import Batch
-from training.heads import is_trained, new_head
-from training.parameters import split
-from training.recipes import Eagle3Recipe
-from training.step import Step, make_optimizer
+from training.heads import new_head
 
 ShapeName = Literal["llama-8b", "tiny"]
 SECONDS = 540.0  # no stage begins after this
@@ -209,16 +207,7 @@ def training_flops(target: Transformer, params: dict[str, jax.Array], steps: int
 def measure_training(target: Transformer, shapes: Shapes, flops: float) -> dict[str, float]:
     """Updates of an EAGLE-3 head, the target passing over every batch."""
     config, head = random_head(target, shapes)
-    params, frozen, structure = split(head, partial(is_trained, config.train_readout))
-    step = Step(
-        structure=structure,
-        optimizer=make_optimizer(config, 100),
-        recipe=Eagle3Recipe(config.steps, config.step_decay, config.objective),
-        steps=config.steps,
-        seed=0,
-        taps=head.config.taps,
-        dtype=target.dtype,
-    )
+    step, params, frozen = make_step(config, head, target.dtype)
     per_token = training_flops(target, params, config.steps)
     state = step.start(params)
     size = (1, shapes.sequences, shapes.length)
