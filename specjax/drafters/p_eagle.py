@@ -146,12 +146,13 @@ class PEagle:
         rows, block = head(head.embed(target, tokens), hidden, positions, cache)
         index = jnp.maximum(count - 1, 0) + jnp.arange(self.num_draft)
         logits = head.logits(jnp.take_along_axis(rows, index[..., None], axis=1))
-        drafts, markov = [], head.readout.markov
+        drafts, markov, seen = [], head.readout.markov, context.seen
         for i in range(self.num_draft):
             slot_logits = logits[:, i]
             if markov is not None and i > 0:
                 slot_logits += markov(vocabulary.own(drafts[-1].tokens))
-            drafts.append(draw_token(slot_logits, context, context.seen, i, vocabulary)[0])
+            draft, seen = draw_token(slot_logits, context, seen, i, vocabulary)
+            drafts.append(draft)
         draft = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *drafts)
         draft = replace(draft, log_q=vocabulary.spread(draft.log_q))
         # a prompt of one token has no row yet to draft from

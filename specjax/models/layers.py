@@ -5,6 +5,7 @@ products of a few rows, which verification consists of, run up to twice as fast 
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,14 @@ def project(x: Array, weight: Array, bias: Array | None = None, *, dtype=None) -
     """
     flat = weight.reshape(weight.shape[0], -1)
     x = x.astype(flat.dtype)
-    if flat.dtype == jnp.bfloat16:
-        y = _bfloat16_product(x, flat, dtype)
-    else:
-        y = jnp.dot(x, flat, preferred_element_type=dtype)
+    product: Any = _bfloat16_product if flat.dtype == jnp.bfloat16 else _product
+    y = product(x, flat, dtype)
     y = y.reshape(*x.shape[:-1], *weight.shape[1:])
     return y if bias is None else y + bias
+
+
+def _product(x: Array, weight: Array, dtype) -> Array:
+    return jnp.dot(x, weight, preferred_element_type=dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -42,11 +45,11 @@ def _bfloat16_product(x: Array, weight: Array, dtype) -> Array:
 
     Differentiated by JAX, a product with float32 results would multiply in float32 on the way back.
     """
-    return jnp.dot(x, weight, preferred_element_type=dtype)
+    return _product(x, weight, dtype)
 
 
 def _bfloat16_forward(x, weight, dtype):
-    return _bfloat16_product(x, weight, dtype), (x, weight)
+    return _product(x, weight, dtype), (x, weight)
 
 
 def _bfloat16_backward(dtype, kept, gradient):
