@@ -317,8 +317,8 @@ def test_a_report_has_every_figure(place):
         assert ngram["mean_acceptance_length"] >= 1
         assert min(ngram[f"speed_up{x}"] for x in ("", "_with_prefill", "_median")) > 0
         assert (
-            limits["length"]["none"]
-            == 1
+            1  # more where a wide pass happened to be measured as the cheaper one
+            <= limits["length"]["none"]
             <= limits["length"]["ngram"]
             <= limits["choice"]
             <= limits["perfect"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from folders import write_folder
 from rich.console import Console
-from zoo import tiny_gpt_oss, tiny_target
+from zoo import tiny_gpt_oss, tiny_head, tiny_target
 
 import specjax
 
@@ -96,16 +96,20 @@ def same(a, b):
 @pytest.mark.xdist_group("run")
 def test_trained_head_drafts_better(data, tmp_path):
     result = run(config(data, tmp_path, epochs=15.0, learning_rate=1e-2, evaluate_every=40))
-    untrained = run(config(data, tmp_path / "none", max_updates=1, learning_rate=1e-9))
+    start = run(config(data, tmp_path / "none", max_updates=1, learning_rate=1e-9))
+    random = tmp_path / "random"
+    specjax.save_head(tiny_head(TARGET), random)
     prompts = [[7, 3, 9], [1, 50, 2, 8], [33, 4], [20, 21, 22]]
 
-    def length(result):
-        drafter = specjax.Eagle3(specjax.load_head(result.folder, TARGET), num_draft=3)
+    def length(folder):
+        drafter = specjax.Eagle3(specjax.load_head(folder, TARGET), num_draft=3)
         out = specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=60)
         return out.statistics.emitted.sum() / out.statistics.rounds.sum()
 
-    assert length(result) > 1.25 * length(untrained)
-    assert result.simulated_length > untrained.simulated_length + 0.2
+    # it starts as the target's last layer, which is better than nothing
+    assert length(result.folder) > 1.1 * length(start.folder) > 1.2 * length(random)
+    assert length(result.folder) > 1.4 * length(random)
+    assert result.simulated_length > start.simulated_length + 0.15
     log = read_log(tmp_path)
     losses = [row["loss"] for row in log if row["kind"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
