@@ -657,3 +657,13 @@ def test_smollm2_equals_transformers(smollm2):
         np.testing.assert_array_equal(generated[0, start.shape[1] :], answers[0][:24])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.thorough
+def test_the_head_that_comes_along_drafts(smollm2):
+    head = specjax.load_head("smollm2-135m-eagle3")  # its rows are the built-in target's
+    prompt = specjax.load_tokenizer(NAME).encode_chat([{"role": "user", "content": QUESTIONS[8]}])
+    plain = specjax.generate(smollm2, [prompt], max_new_tokens=48)
+    spoken = specjax.generate(smollm2, [prompt], drafter=specjax.Eagle3(head), max_new_tokens=48)
+    np.testing.assert_array_equal(spoken.tokens[0], plain.tokens[0])
+    assert spoken.statistics.mean_acceptance_length > 1.3

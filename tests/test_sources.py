@@ -16,7 +16,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors as hub_errors
+from zoo import tiny_target
 
+import specjax
 from specjax.checkpoints import sources
 from specjax.checkpoints.sources import PackagedModel, cache_dir, resolve
 
@@ -258,6 +260,7 @@ KILLED = """
 import os, shutil, signal, sys
 sys.path[:0] = sys.argv[1:]
 import test_sources
+import specjax
 from specjax.checkpoints import sources
 
 def half(source, target, size):
@@ -351,3 +354,15 @@ def test_read_only_cache_folder(cache, monkeypatch):
 
 def denied(path):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_heads_that_come_along():
+    """They are found by name, are small, and know which target they are for."""
+    names = sources.built_in_heads()
+    assert "smollm2-135m-eagle3" in names
+    files = [sources.resolve(name) / "model.safetensors" for name in names]
+    assert sum(file.stat().st_size for file in files) < 32e6
+    with pytest.raises(ValueError, match="made for another target: vocabulary of 49152 tokens"):
+        specjax.load_head("smollm2-135m-eagle3", tiny_target())
+    with pytest.raises(FileNotFoundError, match="smollm2-135m-eagle3"):
+        sources.resolve("smollm2-135m-eagle4")
