@@ -104,7 +104,8 @@ def _layers_fit(head: TransformerConfig, target: TransformerConfig) -> bool:
 
 def _start_as_last_layers(head: EagleHead, target: Transformer) -> None:
     """A fusion that hands on the highest tap, and layers that are the target's last: the stream is one that the rows of the
-    vocabulary understand from the first update, on its scale. What the embedding adds is learnt from nothing."""
+    vocabulary understand from the first update, on its scale unless a variant norms the taps. What the embedding adds is
+    learnt from nothing."""
     width = target.config.hidden_size
     layers = target.layers[-head.config.decoder.num_layers :]
     head.fc = nnx.Param(jnp.zeros_like(head.fc[...]).at[-width:].set(jnp.eye(width)))
