@@ -1,5 +1,6 @@
 """Whole training runs on a tiny target: data, features, resuming, and a head that drafts better than an untrained one."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -382,6 +383,10 @@ def test_a_stalled_run_stops_and_leaves_its_best_head(data, tmp_path, monkeypatc
     assert len([r for r in read_log(tmp_path) if r["kind"] == "valid"]) <= 5
     more = config(data, tmp_path / "more", start_from=tmp_path / "head", max_updates=1)
     same(run(more).head.ids, head.ids)
+    with pytest.raises(ValueError, match="has num_layers 1, got 2"):
+        run(dataclasses.replace(more, output=tmp_path / "two", num_layers=2))
+    with pytest.raises(ValueError, match="is a head of eagle3, got recipe mtp"):
+        run(dataclasses.replace(more, recipe="mtp", taps=None, mlp_size=None))
 
 
 @pytest.mark.thorough
@@ -546,15 +551,19 @@ def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
 def test_features_are_validated(data, tmp_path):
     sequences = open_sequences(data, "train", LENGTH)
     write_features(TARGET, sequences, tmp_path, (0, 2), {"target": "tiny"})
-    file = FeatureFile(tmp_path, {"target": "tiny"})
+    file = FeatureFile(tmp_path, (0, 2), {"target": "tiny"})
     check_features(TARGET, sequences, file, (0, 2))
+    # the last layer's output, an MTP module's tap, is there for the teacher anyway
+    check_features(TARGET, sequences, FeatureFile(tmp_path, (2,), {"target": "tiny"}), (2,))
+    with pytest.raises(ValueError, match=r"of layers \[0, 2\], expected \[1\] too"):
+        FeatureFile(tmp_path, (0, 1), {"target": "tiny"})
     with pytest.raises(ValueError, match="differ from a fresh pass"):
         check_features(tiny_target(1), sequences, file, (0, 2))
     with pytest.raises(ValueError, match="target is 'tiny', expected 'other'"):
-        FeatureFile(tmp_path, {"target": "other"})
+        FeatureFile(tmp_path, (0, 2), {"target": "other"})
     (tmp_path / "features.json").unlink()
     with pytest.raises(ValueError, match="no complete features"):
-        FeatureFile(tmp_path, {"target": "tiny"})
+        FeatureFile(tmp_path, (0, 2), {"target": "tiny"})
 
 
 def test_no_room_for_features_is_said_first(data, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ class TrainConfig:
       norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
       train_embedding: whether the head has an embedding of its own, which starts as the target's and is trained.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
-      start_from: a head's folder whose parameters to start from.
+      start_from: a built-in head's name or a head's folder to go on from. P-EAGLE may start from an EAGLE-3 head.
       mask_token_id: P-EAGLE's mask token: one that never occurs; its embedding is the target's.
       markov_rank: of P-EAGLE's correction by the draft before; 0 is none.
       partitions: parts of P-EAGLE's elements that pass one after the other, to save memory.
@@ -133,8 +133,7 @@ class TrainConfig:
             raise ValueError(
                 f"markov_rank and partitions are p_eagle's; got {self.markov_rank} and {self.partitions} for {self.recipe}"
             )
-        eagle = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        if self.recipe == "mtp" and (given := [name for name in eagle if getattr(self, name)]):
+        if self.recipe == "mtp" and (given := [name for name in VARIANTS if getattr(self, name)]):
             raise ValueError(f"{', '.join(given)}: an MTP module has no such switches")
         if self.recipe == "mtp" and (self.taps is not None or self.mlp_size is not None):
             raise ValueError("taps and mlp_size of an MTP module are the target's own; got others")
@@ -167,6 +166,7 @@ class TrainConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}")
 
 
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PATHS = ("data", "output", "feature_folder", "start_from", "decode_prompts")
 
 

@@ -99,22 +99,25 @@ def _whole_features(target: Transformer, batch: Batch, taps: tuple[int, ...]) ->
 class FeatureFile:
     """Hidden states of every sequence of a split, in bfloat16 on disk.
 
-    A folder with `states.npy` [sequences, T, A + 1, Ht] (the taps, then what leaves the last layer), `totals.npy` and
-    `best.npy` [sequences, T], and `features.json`, which is written last.
+    A folder with `states.npy` [sequences, T, layers, Ht] (of the layers that `features.json` names: what enters them, and
+    last what leaves the target's last one), `totals.npy` and `best.npy` [sequences, T], and `features.json`, which is
+    written last. Any head that reads some of these layers trains on it.
 
     Args:
       folder: where they lie.
+      taps: layers to read.
       identity: what they depend on; files made for something else are refused.
 
     Raises:
-      ValueError: incomplete files, or files of another target, dataset or taps.
+      ValueError: incomplete files, or files of another target or dataset, or without a layer.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any]):
+    def __init__(self, folder: Path, taps: tuple[int, ...], identity: dict[str, Any]):
         record = folder / "features.json"
         if not record.is_file():
             raise ValueError(f"{folder}: no complete features there")
         found = json.loads(record.read_text())
+        layers = found.pop("layers", [])
         if found != identity:
             different = [k for k in identity | found if identity.get(k) != found.get(k)]
             raise ValueError(
@@ -123,6 +126,11 @@ class FeatureFile:
                     f"{k} is {found.get(k)!r}, expected {identity.get(k)!r}" for k in different
                 )
             )
+        if missing := [tap for tap in taps if tap not in layers]:
+            raise ValueError(
+                f"{folder}: features of layers {layers}, expected {missing} too; name another feature_folder"
+            )
+        self.columns = [layers.index(tap) for tap in taps]
         self.states = np.load(folder / "states.npy", mmap_mode="r").view(ml_dtypes.bfloat16)
         self.totals = np.load(folder / "totals.npy", mmap_mode="r")
         self.best = np.load(folder / "best.npy", mmap_mode="r")
@@ -138,16 +146,23 @@ class FeatureFile:
 
         states = rows(self.states)
         return Features(
-            taps=states[:, :, :-1],
+            taps=states[:, :, np.asarray(self.columns)],
             teacher=Teacher(
                 last=states[:, :, -1], log_total=rows(self.totals), best=rows(self.best)
             ),
         )
 
 
-def feature_bytes(sequences: int, length: int, count: int, width: int) -> int:
+def feature_bytes(target: Transformer, sequences: int, length: int, taps: tuple[int, ...]) -> int:
     """What `write_features` puts on disk."""
-    return sequences * length * ((count + 1) * width * 2 + 8)
+    layers = len(_layers(target, taps))
+    return sequences * length * (layers * target.config.hidden_size * 2 + 8)
+
+
+def _layers(target: Transformer, taps: tuple[int, ...]) -> list[int]:
+    """What is kept: the taps, and the last layer's output once."""
+    depth = target.config.num_layers
+    return [*(tap for tap in taps if tap != depth), depth]
 
 
 def write_features(
@@ -175,7 +190,8 @@ def write_features(
     Raises:
       OSError: not enough room, said before anything is computed.
     """
-    count, width = len(sequences), target.config.hidden_size
+    count, layers = len(sequences), _layers(target, taps)
+    identity = identity | {"layers": layers}
     length = sequences[0]["tokens"].shape[0]
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / "partial.json"
@@ -183,7 +199,7 @@ def write_features(
     if mark.is_file():
         row = json.loads(mark.read_text())
         done = row["done"] if row["identity"] == identity else 0
-    need = feature_bytes(count, length, len(taps), width)
+    need = feature_bytes(target, count, length, taps)
     if not done and (free := shutil.disk_usage(folder).free) < need * 1.02:
         raise OSError(
             f"{folder}: the features of {count} sequences need {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
@@ -199,7 +215,7 @@ def write_features(
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         return mapped
 
-    states = array("states.npy", (count, length, len(taps) + 1, width), np.uint16)
+    states = array("states.npy", (count, length, len(layers), target.config.hidden_size), np.uint16)
     totals, best = (
         array("totals.npy", (count, length), np.float32),
         array("best.npy", (count, length), np.int32),
@@ -213,7 +229,7 @@ def write_features(
                 for k in ("tokens", "wanted", "document")
             }
         )
-        features = _whole_features(target, batch, taps)
+        features = _whole_features(target, batch, tuple(layers[:-1]))
         stacked = jnp.concatenate([features.taps, features.teacher.last[:, :, None]], axis=2)
         here = slice(rows.start, rows.stop)
         found = np.asarray(stacked.astype(jnp.bfloat16))[: len(rows)]

@@ -15,7 +15,7 @@ from specjax.models.eagle import EagleConfig, EagleHead, default_taps
 from specjax.models.heads import Head, check_head
 from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Transformer
-from training.config import TrainConfig
+from training.config import VARIANTS, TrainConfig
 from training.data import Summary
 
 # whose decoder layer a config.json describes in the fields that `save_head` writes
@@ -153,10 +153,46 @@ def make_head(
 ) -> Head:
     """The head that a run starts from."""
     if config.start_from is not None:
-        return load_head(config.start_from, target, dtype=jnp.float32)
+        return _continued(load_head(config.start_from, target, dtype=jnp.float32), config)
     size = config.draft_vocab_size
     whole = size in (0, target.vocab_size)
     return new_head(config, target, None if whole else summary.draft_vocabulary(size, stops))
+
+
+def _continued(head: Head, config: TrainConfig) -> Head:
+    """A trained head for a further run; an EAGLE-3 head may go on as P-EAGLE, whose first slot it is already.
+
+    Raises:
+      ValueError: another kind of head, or of another shape, than the run is to train.
+    """
+    head = jax.tree.map(lambda x: jnp.array(x, copy=True), head)  # it is donated
+    kind = "mtp" if isinstance(head, MTPHead) else "eagle3"
+    if isinstance(head, EagleHead) and head.config.mask_token_id is not None:
+        kind = "p_eagle"
+    if isinstance(head, EagleHead) and (kind, config.recipe) == ("eagle3", "p_eagle"):
+        kind = "p_eagle"
+        shape = replace(
+            head.config, mask_token_id=config.mask_token_id, markov_rank=config.markov_rank
+        )
+        fresh = EagleHead(shape, rngs=nnx.Rngs(config.seed))
+        head.config, head.mask_hidden = shape, nnx.data(fresh.mask_hidden)
+        head.readout.markov = nnx.data(fresh.readout.markov)
+    if kind != config.recipe:
+        raise ValueError(
+            f"start_from {config.start_from} is a head of {kind}, got recipe {config.recipe}"
+        )
+    c = head.config
+    wanted = {"num_layers": (c.decoder.num_layers, config.num_layers)}
+    if config.draft_vocab_size:
+        wanted["draft_vocab_size"] = (c.draft_vocab_size, config.draft_vocab_size)
+    if isinstance(c, EagleConfig):
+        for name in ("mask_token_id", "markov_rank", *VARIANTS):
+            wanted[name] = (getattr(c, name), getattr(config, name))
+    wrong = [f"{name} {has}, got {got}" for name, (has, got) in wanted.items() if has != got]
+    if wrong:
+        raise ValueError(f"start_from {config.start_from} has {'; '.join(wrong)}")
+    head.config = replace(c, trained_depth=config.steps)
+    return head
 
 
 def is_trained(readout: bool, name: str) -> bool:

@@ -50,15 +50,12 @@ class Source:
             sequences = open_sequences(config.data, part, summary.length)
             identity = {
                 "target": config.target,
-                "taps": list(taps),
                 "sequences": len(sequences),
                 "tokens": summary.tokens[part],
             }
             folder = root / part
             if not (folder / "features.json").is_file():
-                need = feature_bytes(
-                    len(sequences), summary.length, len(taps), target.config.hidden_size
-                )
+                need = feature_bytes(target, len(sequences), summary.length, taps)
                 console.print(f"features of the {part} split: {need / 1e9:.2f} GB in {folder}")
                 with Progress(console=console, disable=not console.is_terminal) as progress:
                     task = progress.add_task(f"{part} features", total=len(sequences))
@@ -70,7 +67,7 @@ class Source:
                         identity,
                         progress=lambda n, p=progress, t=task: p.update(t, completed=n),
                     )
-            self.files[part] = FeatureFile(folder, identity)
+            self.files[part] = FeatureFile(folder, taps, identity)
             check_features(target, sequences, self.files[part], taps)
 
     def _pair(self, part: str, rows: dict[str, np.ndarray]) -> tuple[Batch, Any]:
