@@ -19,6 +19,7 @@ from benchmarking import (
     distribution,
     gpu,
     growth,
+    heads,
     peers,
     plots,
     rounds,
@@ -37,6 +38,7 @@ from common import (
 from rich.console import Console
 
 import specjax
+from specjax.checkpoints.sources import built_in_heads
 from specjax.drafters.base import NoDrafter
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
@@ -45,6 +47,7 @@ Section = Literal[
     "split",
     "lookup",
     "workloads",
+    "heads",
     "law",
     "peers",
     "batch",
@@ -65,7 +68,7 @@ class Options:
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       sections: `curve` (cost of a pass and of a round by width), `split` (what drafting, verifying and the rest of a
         round take), `lookup` (cost of a proposal over a long history), `workloads` (drafters by workload, and the limits
-        that oracles set), `law` (sampled text against plain decoding's, by chi-square), `peers` (other engines on the
+        that oracles set), `heads` (trained heads by number of drafts, side by side), `law` (sampled text against plain decoding's, by chi-square), `peers` (other engines on the
         same work), `batch` (a stream through more and more slots), `growth` (time and memory against context, rows,
         vocabulary and drafts), `compile` (first call, second process), `training` (an EAGLE-3 head beside speculators'
         trainer, and its growth; on the CPU), `gpu` (an accelerator at a large model's shapes, in ten minutes, without the
@@ -75,7 +78,8 @@ class Options:
       draft_model: source of the draft model that `draft-model`, and a peer's, draft with.
       exit_layer: layers that `early-exit`, and a peer's, draft with.
       head: folder or hub id of the head that `head` and `hybrid-head` draft with.
-      temperatures: of the workloads.
+      heads: of the section of that name; by default those that come along.
+      temperatures: of the workloads and heads.
       oracles: whether to compute the limits of the workloads, which takes one more plain decoding for every drafter.
       limit: prompts per workload at most.
       max_new_tokens: per prompt of the workloads; at most 128 of them elsewhere.
@@ -98,6 +102,7 @@ class Options:
     draft_model: str | None = None
     exit_layer: int | None = None
     head: str | None = None
+    heads: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
     oracles: bool = True
     limit: int = 8
@@ -203,6 +208,25 @@ class Benchmark:
                 self.errors += workloads.identity_errors(result)
             found[f"{temperature:g}"] = result
         return found
+
+    def heads(self) -> dict[str, Any]:
+        names = self.options.heads or tuple(built_in_heads())
+        result = heads.measure_heads(
+            self.target,
+            {
+                w: [self.tokenizer.encode_chat(c) for c in cs]
+                for w, cs in self.conversations.items()
+            },
+            {name: specjax.load_head(name, self.target) for name in names},
+            temperatures=self.options.temperatures,
+            max_new_tokens=self.short,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            curve=rounds.relative(self.curve()),
+            console=console,
+        )
+        for table in heads.head_tables(result):
+            console.print(table)
+        return result
 
     def law(self) -> list[dict[str, Any]]:
         samples = self.options.samples

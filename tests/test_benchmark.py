@@ -12,14 +12,24 @@ import numpy as np
 import pytest
 from folders import write_folder
 from test_scripts import SCRIPTS
-from zoo import tiny_target
+from zoo import tiny_head, tiny_target
 
 import specjax
 from specjax import Adaptive, DraftModel, NGram, Sampling
 
 sys.path.insert(0, str(SCRIPTS))
 import benchmark
-from benchmarking import distribution, gpu, growth, oracles, peers, plots, training, workloads
+from benchmarking import (
+    distribution,
+    gpu,
+    growth,
+    heads,
+    oracles,
+    peers,
+    plots,
+    training,
+    workloads,
+)
 
 CURVE = {1: 1.0, 2: 1.5, 4: 2.0}
 TARGET = tiny_target()
@@ -343,6 +353,34 @@ def test_a_report_has_the_law_the_parts_and_the_batches(place):
         "none",
         "ngram",
     }
+
+
+@pytest.mark.thorough
+def test_heads_are_compared_by_number_of_drafts(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(heads, "NUM_DRAFTS", (1, 4))
+    target = specjax.load_target(place[0])
+    specjax.save_head(tiny_head(target), tmp_path)
+    found = measure(place, sections=("heads",), heads=(str(tmp_path),))["heads"][str(tmp_path)]
+    assert min(found["draft_cost"].values()) >= 0
+    for temperature in ("0", "1"):
+        row = found["temperatures"][temperature]
+        for tokens in row["tokens"].values():
+            assert 1 <= tokens["1"] <= 2 and tokens["1"] <= tokens["4"] <= 5
+        assert len(row["per_position"]) == 4 and row["best"] in (1, 4)
+        assert set(row["predicted"]) == {"1", "4"} and row["measured"] > 0
+    [prompt] = [
+        rows[0] for name, rows in benchmark.read_workloads(place[1], 1).items() if name == "echo"
+    ]
+    tokenizer = specjax.load_tokenizer(place[0])
+    out = specjax.generate(
+        target,
+        [tokenizer.encode_chat(prompt)],
+        drafter=specjax.head_drafter(specjax.load_head(tmp_path, target), 4),
+        max_new_tokens=12,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
+    expected = out.statistics.mean_acceptance_length
+    assert found["temperatures"]["0"]["tokens"]["echo"]["4"] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.thorough

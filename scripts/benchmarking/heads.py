@@ -1,0 +1,138 @@
+"""Trained heads side by side: what stands by number of drafts, what drafting costs, and what comes of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from benchmarking.oracles import Curve
+from benchmarking.workloads import decode_in_turn, progress, tokens_per_second
+from specjax.advice import AcceptanceProfile, RoundCosts, predict
+from specjax.tuning import measure_draft_cost
+
+NUM_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8)
+SHOWN = 4  # drafts of the table by workload
+ROWS = 8  # that decode together where acceptance alone is measured
+
+
+def measure_heads(
+    target: Any,
+    workloads: Mapping[str, Sequence[Sequence[int]]],
+    heads: Mapping[str, Any],
+    *,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    curve: Curve,
+    console: Console,
+) -> dict[str, Any]:
+    """Figures by head.
+
+    The longest chain is decoded once over all prompts. A shorter one's tokens per pass follow from it, since a draft does
+    not depend on how many come after it; with the costs measured here they foretell the speed-up of every length. The
+    best length is then timed against plain decoding, on the first prompt of every workload, one at a time.
+
+    Args:
+      workloads: prompts as token ids, by name.
+      heads: by name, as `load_head` returns them.
+      curve: cost of a pass by its width, in passes over one token.
+
+    Returns:
+      by head: `draft_cost` by number of drafts, in passes over one token, and by temperature `tokens` (workload, then
+      number of drafts), `per_position`, `predicted` (by number of drafts), `best` and what was `measured` there.
+    """
+    first = [prompts[0] for prompts in workloads.values()]
+    result: dict[str, Any] = {}
+    for name, head in heads.items():
+        cost = {
+            k: measure_draft_cost(target, specjax.head_drafter(head, k), first[0])
+            for k in NUM_DRAFTS
+        }
+        result[name] = {"draft_cost": cost, "temperatures": {}}
+    for temperature in temperatures:
+        sampling = specjax.Sampling(temperature=temperature)
+        given = {
+            "sampling": sampling,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": stop_token_ids,
+        }
+        chosen = {}
+        for name, head in heads.items():
+            longest = specjax.head_drafter(head, NUM_DRAFTS[-1])
+            statistics = {
+                workload: [
+                    specjax.generate(
+                        target, prompts[at : at + ROWS], drafter=longest, key=at, **given
+                    ).statistics
+                    for at in range(0, len(prompts), ROWS)
+                ]
+                for workload, prompts in progress(list(workloads.items()), name, console)
+            }
+            found = _figures(statistics, result[name]["draft_cost"], curve)
+            result[name]["temperatures"][f"{temperature:g}"] = found
+            chosen[name] = specjax.head_drafter(head, found["best"])
+        outs = decode_in_turn(
+            target, [[p] for p in first], {"plain": None, **chosen}, console=console, **given
+        )
+        plain = tokens_per_second(outs["plain"])
+        for name in heads:
+            found = result[name]["temperatures"][f"{temperature:g}"]
+            found["measured"] = tokens_per_second(outs[name]) / plain
+    return result
+
+
+def _figures(
+    statistics: Mapping[str, Sequence[Any]], draft_cost: Mapping[int, float], curve: Curve
+) -> dict[str, Any]:
+    """What follows from the counters of the longest chain, by workload, and the costs."""
+    profiles = {w: AcceptanceProfile.measured(counted) for w, counted in statistics.items()}
+    predicted = {}
+    for k, cost in draft_cost.items():
+        costs = RoundCosts(tuple(curve), tuple(curve.values()), draft=(cost, 0.0))
+        predicted[k] = float(np.mean([predict(p, costs, k).speed_up for p in profiles.values()]))
+    whole = AcceptanceProfile.measured([s for counted in statistics.values() for s in counted])
+    return {
+        "tokens": {w: {k: p.tokens(k) for k in draft_cost} for w, p in profiles.items()},
+        "per_position": np.round(whole.per_position, 4).tolist(),
+        "predicted": predicted,
+        "best": max(predicted, key=lambda k: predicted[k]),
+    }
+
+
+def head_tables(result: Mapping[str, Any]) -> list[Table]:
+    """By temperature: by number of drafts, by workload, and by position."""
+    tables = []
+    for temperature in next(iter(result.values()))["temperatures"]:
+        found = {name: row["temperatures"][temperature] for name, row in result.items()}
+        at = f"temperature {temperature}"
+        table = Table("head", "drafts", title=f"Heads at {at}")
+        for column in ("drafting, of a pass", "tokens/pass", "predicted", "measured"):
+            table.add_column(column, justify="right")
+        for name, row in found.items():
+            for k, cost in result[name]["draft_cost"].items():
+                mean = np.mean([tokens[k] for tokens in row["tokens"].values()])
+                measured = f"{row['measured']:.2f}x" if k == row["best"] else ""
+                cells = (f"{cost:.1%}", f"{mean:.2f}", f"{row['predicted'][k]:.2f}x", measured)
+                table.add_row(name if k == NUM_DRAFTS[0] else "", str(k), *cells)
+            table.add_section()
+        tables.append(table)
+
+        workloads = next(iter(found.values()))["tokens"]
+        table = Table("head", title=f"Tokens per pass with {SHOWN} drafts at {at}")
+        for workload in (*workloads, "mean"):
+            table.add_column(workload, justify="right")
+        for name, row in found.items():
+            lengths = [tokens[SHOWN] for tokens in row["tokens"].values()]
+            table.add_row(name, *(f"{x:.2f}" for x in (*lengths, np.mean(lengths))))
+        tables.append(table)
+
+        table = Table("draft", title=f"Drafts that stood if those before did, at {at}")
+        for name in found:
+            table.add_column(name, justify="right")
+        for i, k in enumerate(NUM_DRAFTS):
+            table.add_row(str(k), *(f"{row['per_position'][i]:.1%}" for row in found.values()))
+        tables.append(table)
+    return tables
