@@ -3,6 +3,8 @@
 B rows, N drafts, w nodes of the block that was passed over, V vocabulary.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -26,6 +28,7 @@ from specjax.verification import (
     sibling_law,
     synthetic_law,
     token_law,
+    traversal_law,
 )
 
 
@@ -124,15 +127,10 @@ def accept_sampled(
         law = token_law if rule.law == "token" else block_law
         count, log_next = law(u, log_p, drafts, proposal.length, proposal.log_q[:, :size])
     else:
-        count, log_next, node = sibling_law(
-            u,
-            log_p,
-            drafts,
-            proposal.length,
-            proposal.log_q[:, : size + 1],
-            tree,
-            proposal.branches,
-            min(proposal.depth, size),
-        )
+        law = traversal_law
+        if rule.law == "token":
+            law = partial(sibling_law, branches=proposal.branches)
+        log_q, depth = proposal.log_q[:, : size + 1], min(proposal.depth, size)
+        count, log_next, node = law(u, log_p, drafts, proposal.length, log_q, tree, depth=depth)
         path = tree.path(node)
     return Acceptance(count=count, next_token=draw(stream(keys, RESIDUAL), log_next), path=path)

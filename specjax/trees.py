@@ -55,6 +55,17 @@ class Tree:
             depth=self.depth[:, :width],
         )
 
+    def leaves_first(self) -> Array:
+        """Place of every node in a walk that leaves a node after its children, those in order: int32[B, W]; the root's is last."""
+        above = jnp.pad(self.parent, ((0, 0), (1, 0)), constant_values=-1)
+        index = jnp.arange(self.depth.shape[1])
+        older = (above[:, :, None] == above[:, None, :]) & (index < index[:, None])
+        reach = self.ancestors.astype(jnp.int32)
+        # nodes under an older sibling of the node, or of one it descends from
+        passed = jnp.einsum("bij,bjk,blk->bil", reach, older.astype(jnp.int32), reach) > 0
+        below = jnp.sum(reach, axis=1, dtype=jnp.int32) - 1
+        return jnp.sum(passed, axis=-1, dtype=jnp.int32) + below
+
     def path(self, node: Array) -> Array:
         """The nodes from the root to `node`, int32[B, W]; past its depth the last one is repeated."""
         batch, size = self.depth.shape

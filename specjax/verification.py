@@ -8,10 +8,11 @@ with probability p(d), the best that a one-hot q allows, and the row's tokens ar
 whatever was proposed.
 
 Proposals drawn from a known q stand with probability min(1, p / q), the first rejection is replaced by a draw from
-(p - q)+ normalised: min(p, q) + (p - q)+ = p. Chains token by token (Leviathan et al., arXiv 2211.17192; Chen et al.,
-arXiv 2302.01318) or as a block (Sun et al., arXiv 2403.10444), trees by trying siblings in turn, each against what the
-ones before it left over (Sequoia's rejection without replacement, arXiv 2402.12374). Their random numbers belong to the
-round: these laws look at numbers past the token they emit, and the next round must not meet those again.
+(p - q)+ normalised: min(p, q) + (p - q)+ = p. Token by token, chains (Leviathan et al., arXiv 2211.17192; Chen et al.,
+arXiv 2302.01318), and trees by trying siblings in turn, each against what the ones before it left over (Sequoia's rejection
+without replacement, arXiv 2402.12374). Or as a whole, chains as blocks (Sun et al., arXiv 2403.10444) and trees from the
+leaves up (Weng et al., arXiv 2505.12398). Their random numbers belong to the round: these laws look at numbers past the
+token they emit, and the next round must not meet those again.
 
 B rows, N drafted tokens, W = N + 1 nodes of a block, V vocabulary.
 """
@@ -20,6 +21,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -32,7 +34,8 @@ class Verification:
     """How drafts are judged. The default, and every choice of `law`, leaves the target's distribution as it is.
 
     Attributes:
-      law: for chains drawn from a known q: "token" judges them one by one, "block" together, which accepts more.
+      law: for drafts drawn from a known q: "token" judges them one by one, from the first on; "block" a path together, from
+        its end, which accepts more.
       lossy_threshold: LOSSY. A draft stands if it is the target's own token, or if the target gives it at least this
         probability; its q is not looked at. None is exact.
       synthetic_rates: INVALID TEXT. For measuring speeds: draft i stands with unconditional probability rates[i],
@@ -271,6 +274,72 @@ def sibling_law(
             accepted[:, None], _row(log_p, follow), jnp.where(open_[:, None], jnp.log(p), log_next)
         )
         node, open_ = follow, accepted
+    return jnp.take_along_axis(tree.depth, node[:, None], 1)[:, 0], log_next, node
+
+
+def traversal_law(
+    u: Array,
+    log_p: Array,
+    tokens: Array,
+    length: Array,
+    log_q: Array,
+    tree: Tree,
+    depth: int,
+) -> tuple[Array, Array, Array]:
+    """Judges a sampled tree from the leaves up: arXiv 2505.12398, algorithm 1. Arguments and results of `sibling_law`.
+
+    P(child) = min(1, P(node) p / q) is how well the path to a node fits, 1 at the root. Leaf after leaf stands with
+    probability P. One that does not is taken away: p after its parent becomes R = (P p - q)+ and P becomes R / (R + 1 - P)
+    by its mass, q loses the token, and a parent without children is a leaf. On a chain this is `block_law`.
+    """
+    size = tokens.shape[1]
+    parent = jnp.pad(tree.parent, ((0, 0), (1, 0)))
+    index = jnp.arange(size + 1)
+    # a q of 0 had fewer tokens than branches, and this child was never drawn
+    before = jnp.take_along_axis(log_q, tree.parent[..., None], axis=1)
+    drawn = (_picked(before, tokens) > -jnp.inf) & (index[1:] <= length[:, None])
+    absent = jnp.pad(~drawn, ((0, 0), (1, 0)))
+    real = ~jnp.any(tree.ancestors & absent[:, None, :], axis=-1)
+
+    def row(u, p, tokens, q, parent, real, order):
+        tokens, u = jnp.pad(tokens, (1, 0)), jnp.pad(u, (1, 0))  # the root stands: u is 0 there
+        q_token = q[parent, tokens]
+
+        def judge(time, carry):
+            p, fit, mass_q, refused, found = carry
+            node = jnp.argmax(order == time)
+            above = parent[node]
+            # how well the nodes fit that have lost no child yet
+            ratio = p[parent, tokens] / q_token * mass_q[parent]
+            kept = (index == 0) | jnp.any((parent == index[:, None]) & refused, axis=1)
+            for _ in range(depth):
+                fit = jnp.where(kept, fit, jnp.minimum(fit[parent] * ratio, 1.0))
+            judging = real[node] & (found < 0)
+            stands = u[node] < fit[node]
+            found = jnp.where(judging & stands, node, found)
+            falls = judging & ~stands
+
+            gone = jnp.where((parent == above) & refused, tokens, p.shape[1])
+            q_left = q[above].at[gone].set(0.0, mode="drop")
+            left = jnp.maximum(fit[above] * p[above] - q_left / mass_q[above], 0.0)
+            mass = jnp.sum(left)
+            total = mass + 1.0 - fit[above]
+            share = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
+            rest = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), p[above])
+            p = p.at[above].set(jnp.where(falls, rest, p[above]))
+            fit = fit.at[above].set(jnp.where(falls, share, fit[above]))
+            without = jnp.sum(q_left.at[tokens[node]].set(0.0))
+            mass_q = mass_q.at[above].set(jnp.where(falls, without, mass_q[above]))
+            return p, fit, mass_q, refused.at[node].set(falls), found
+
+        ones, no = jnp.ones(size + 1), jnp.zeros(size + 1, bool)
+        start = (p, ones, ones, no, jnp.int32(-1))
+        p, *_, found = jax.lax.fori_loop(0, size + 1, judge, start)
+        return jnp.log(p[found]), found
+
+    log_next, node = jax.vmap(row)(
+        u, jnp.exp(log_p), tokens, jnp.exp(log_q), parent, real, tree.leaves_first()
+    )
     return jnp.take_along_axis(tree.depth, node[:, None], 1)[:, 0], log_next, node
 
 

@@ -24,7 +24,7 @@ from specjax import (
 )
 from specjax.sampling import Processors, process_logits
 from specjax.trees import Tree, static_tree
-from specjax.verification import accept_matching, block_law, sibling_law, token_law
+from specjax.verification import accept_matching, block_law, sibling_law, token_law, traversal_law
 
 V = 3
 GRID = 512
@@ -167,8 +167,18 @@ def siblings_without_replacement(q, branches):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_one_sampled_tree_follows_the_target_exactly(seed):
-    """Two children, two grandchildren each, drawn without replacement."""
+    """Two children, two grandchildren each, drawn without replacement; from the leaves up accepts more."""
     p, q = conditional(seed), conditional(100 + seed)
+    laws = [enumerate_tree(p, q, law) for law in (sibling_law, traversal_law)]
+    for law in laws:
+        assert_target_law(law, p, 3)
+    chain = enumerate_chain(token_law, p, q, 2)
+    assert accepted(laws[0]) > accepted(chain) + 0.05
+    assert accepted(laws[1]) > accepted(laws[0]) + 0.002
+
+
+def enumerate_tree(p, q, rule):
+    """Exact law of one block's output."""
     parent = jnp.asarray([static_tree([2, 2])])
     tree = Tree.create(parent)
     law: dict[tuple[int, ...], float] = {}
@@ -183,30 +193,68 @@ def test_one_sampled_tree_follows_the_target_exactly(seed):
                 tokens = jnp.asarray([drafts])
 
                 for chance, (node, count, log_next) in outcomes(
-                    partial(judge_tree, log_p, tokens, log_q, tree), 6
+                    partial(judge_tree, rule, log_p, tokens, log_q, tree), 6
                 ):
                     following = np.asarray(jax.nn.softmax(log_next), np.float64)
                     assert len(prefixes[int(node)]) == int(count)
                     for token in range(V):
                         key = (*prefixes[int(node)], token)
                         law[key] = law.get(key, 0.0) + weight * chance * following[token]
-    assert_target_law(law, p, 3)
-    chain = enumerate_chain(token_law, p, q, 2)
-    assert accepted(law) > accepted(chain) + 0.05
+    return law
 
 
-@jax.jit
-def judge_tree(log_p, tokens, log_q, tree, u):
+@partial(jax.jit, static_argnums=0)
+def judge_tree(rule, log_p, tokens, log_q, tree, u):
     rows = u.shape[0]
 
     def wide(x):
         return jnp.broadcast_to(x, (rows, *x.shape[1:]))
 
     tree, log_p, tokens, log_q = jax.tree.map(wide, (tree, log_p, tokens, log_q))
-    count, log_next, node = sibling_law(
-        u, log_p, tokens, jnp.full(rows, 6), log_q, tree, branches=2, depth=2
-    )
+    given = {"branches": 2}
+    if rule is traversal_law:  # which looks at the children's numbers before their parent's
+        u, given = u[:, jnp.asarray([2, 5, 0, 1, 3, 4])], {}
+    count, log_next, node = rule(u, log_p, tokens, jnp.full(rows, 6), log_q, tree, depth=2, **given)
     return node, count, log_next
+
+
+def test_a_chain_judged_as_a_tree_is_a_block():
+    """At the last draft of any length, and past what was never drawn."""
+    rng = np.random.default_rng(0)
+    rows, size, vocab = 300, 4, 5
+    draws = rng.dirichlet(np.ones(vocab), (2, rows, size + 1)).astype(np.float32)
+    draws[1, :, :, 0] = 0.0
+    log_p, log_q = np.log(draws, where=draws > 0, out=np.full_like(draws, -np.inf))
+    tokens = rng.integers(1, vocab, (rows, size))
+    never = rng.integers(0, 2 * size, rows)
+    given = [rng.uniform(size=(rows, size)), log_p, tokens, rng.integers(0, size + 1, rows)]
+    u, log_p, tokens, length = map(jnp.asarray, given)
+    for fewer in (False, True):
+        drafts = jnp.where(fewer & (jnp.arange(size) >= never[:, None]), 0, tokens)
+        known = jnp.minimum(length, jnp.asarray(never)) if fewer else length
+        count, following = block_law(u, log_p, drafts, known, log_q[:, :-1])
+        tree = Tree.create(jnp.broadcast_to(jnp.arange(size), tokens.shape))
+        got = traversal_law(u, log_p, drafts, length, jnp.asarray(log_q), tree, size)
+        np.testing.assert_array_equal(got[0], count)
+        np.testing.assert_array_equal(got[2], count)
+        np.testing.assert_allclose(
+            jax.nn.softmax(got[1]), jax.nn.softmax(following), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_leaves_come_before_what_they_hang_on():
+    """Against a walk in plain Python, for random trees."""
+    rng = np.random.default_rng(1)
+    parent = np.stack([[rng.integers(0, j + 1) for j in range(7)] for _ in range(50)])
+    order = np.asarray(Tree.create(jnp.asarray(parent)).leaves_first())
+
+    def walk(row, node):
+        for child in np.flatnonzero(parent[row] == node) + 1:
+            yield from walk(row, child)
+        yield node
+
+    for row in range(50):
+        assert np.argsort(order[row]).tolist() == list(walk(row, 0))
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -352,7 +400,7 @@ LOOPS = {
 }
 CASES = [
     *[(name, "token") for name in LOOPS],
-    *[(name, "block") for name in ("model-3", "unsure", "adaptive", "hybrid")],
+    *[(name, "block") for name in ("model-3", "unsure", "adaptive", "hybrid", "tree")],
 ]
 QUICK = [(name, "token") for name in ("ngram", "model-3", "tree")]
 
@@ -402,6 +450,7 @@ QUICK_HEADS = ("eagle3-tree", "p-eagle-markov")
         ],
         pytest.param("eagle3", "block", marks=pytest.mark.thorough),
         pytest.param("p-eagle", "block", marks=pytest.mark.thorough),
+        pytest.param("eagle3-tree", "block", marks=pytest.mark.thorough),
     ],
 )
 def test_rounds_follow_a_transformer(name, law):
