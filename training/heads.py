@@ -166,33 +166,39 @@ def _continued(head: Head, config: TrainConfig) -> Head:
       ValueError: another kind of head, or of another shape, than the run is to train.
     """
     head = jax.tree.map(lambda x: jnp.array(x, copy=True), head)  # it is donated
-    kind = "mtp" if isinstance(head, MTPHead) else "eagle3"
-    if isinstance(head, EagleHead) and head.config.mask_token_id is not None:
-        kind = "p_eagle"
-    if isinstance(head, EagleHead) and (kind, config.recipe) == ("eagle3", "p_eagle"):
-        kind = "p_eagle"
-        shape = replace(
-            head.config, mask_token_id=config.mask_token_id, markov_rank=config.markov_rank
-        )
-        fresh = EagleHead(shape, rngs=nnx.Rngs(config.seed))
-        head.config, head.mask_hidden = shape, nnx.data(fresh.mask_hidden)
-        head.readout.markov = nnx.data(fresh.readout.markov)
+    if isinstance(head, EagleHead) and config.recipe == "p_eagle":
+        _add_mask(head, config)
+    kind = "mtp"
+    if isinstance(head, EagleHead):
+        kind = "eagle3" if head.config.mask_token_id is None else "p_eagle"
     if kind != config.recipe:
         raise ValueError(
             f"start_from {config.start_from} is a head of {kind}, got recipe {config.recipe}"
         )
-    c = head.config
-    wanted = {"num_layers": (c.decoder.num_layers, config.num_layers)}
+    has = head.config
+    wanted = {"num_layers": (has.decoder.num_layers, config.num_layers)}
     if config.draft_vocab_size:
-        wanted["draft_vocab_size"] = (c.draft_vocab_size, config.draft_vocab_size)
-    if isinstance(c, EagleConfig):
+        wanted["draft_vocab_size"] = (has.draft_vocab_size, config.draft_vocab_size)
+    if isinstance(has, EagleConfig):
         for name in ("mask_token_id", "markov_rank", *VARIANTS):
-            wanted[name] = (getattr(c, name), getattr(config, name))
-    wrong = [f"{name} {has}, got {got}" for name, (has, got) in wanted.items() if has != got]
+            wanted[name] = (getattr(has, name), getattr(config, name))
+    wrong = [f"{name} {old}, got {got}" for name, (old, got) in wanted.items() if old != got]
     if wrong:
         raise ValueError(f"start_from {config.start_from} has {'; '.join(wrong)}")
-    head.config = replace(c, trained_depth=config.steps)
-    return head
+    trained: Any = head  # whose kind's config it stays
+    trained.config = replace(has, trained_depth=config.steps)
+    return trained
+
+
+def _add_mask(head: EagleHead, config: TrainConfig) -> None:
+    """Gives an EAGLE-3 head what P-EAGLE's other slots read."""
+    if head.config.mask_token_id is not None:
+        return
+    added = {"mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank}
+    fresh = EagleHead(replace(head.config, **added), rngs=nnx.Rngs(config.seed))
+    head.config = fresh.config
+    head.mask_hidden = nnx.data(fresh.mask_hidden)
+    head.readout.markov = nnx.data(fresh.readout.markov)
 
 
 def is_trained(readout: bool, name: str) -> bool:
