@@ -1,5 +1,8 @@
 """P-EAGLE's elements: parity with speculators' trainer, and with what drafting does."""
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,13 @@ from test_heads import golden
 from test_training import sequence
 from zoo import tiny_head, tiny_target
 
+import specjax
 from specjax.models.config import LayerConfig
+from specjax.models.eagle import EagleHead
+from training.config import TrainConfig
 from training.eagle3 import Batch, supervised
 from training.features import hidden_states, online_features
+from training.heads import make_head
 from training.losses import Teacher, row_loss
 from training.p_eagle import Elements, Layout, aligned_teacher, layout, sample, unroll_parallel
 from training.parameters import split
@@ -274,3 +281,40 @@ def test_markov_loss_by_hand():
             total += cross_entropy(a + d + 1, logits[e] + bias)
     assert biased > 5
     np.testing.assert_allclose(loss, total, rtol=1e-4)
+
+
+def test_a_run_starts_from_an_eagle3_head(tmp_path):
+    """Its first slot drafts what the head drafted; the other slots are new."""
+    specjax.save_head(tiny_head(TARGET), tmp_path)
+    given: Any = {
+        "target": "tiny",
+        "data": Path("data"),
+        "output": Path("run"),
+        "recipe": "p_eagle",
+        "draft_vocab_size": 40,
+        "mask_token_id": 5,
+        "markov_rank": 2,
+        "steps": 6,
+        "start_from": tmp_path,
+    }
+    summary: Any = None  # the ids of the draft vocabulary are the head's
+    head = make_head(TrainConfig(**given), TARGET, summary, ())
+    assert isinstance(head, EagleHead) and head.readout.markov is not None
+    assert (head.config.mask_token_id, head.config.trained_depth) == (5, 6)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    before = specjax.load_head(tmp_path, TARGET)
+    drafters = specjax.Eagle3(before, num_draft=1), specjax.PEagle(head, num_draft=1)
+    old, new = (
+        specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=20).statistics
+        for drafter in drafters
+    )
+    np.testing.assert_array_equal(new.accepted, old.accepted)
+    specjax.save_head(head, tmp_path / "p_eagle")
+    again = make_head(
+        TrainConfig(**given | {"start_from": tmp_path / "p_eagle"}), TARGET, summary, ()
+    )
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(head), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="has mask_token_id 5, got 6; markov_rank 2, got 0"):
+        other = {"start_from": tmp_path / "p_eagle", "mask_token_id": 6, "markov_rank": 0}
+        make_head(TrainConfig(**given | other), TARGET, summary, ())
