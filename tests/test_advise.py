@@ -605,6 +605,7 @@ def test_prompts_keep_their_workloads(tmp_path):
     }
 
 
+@pytest.mark.thorough
 def test_a_setting_goes_from_prompts_to_decoding(place, tmp_path):  # noqa: F811
     """advise.py on a tiny model, and its file read by generate.py, where flags win over it."""
     model, cache = place

@@ -37,6 +37,7 @@ def test_stream_equals_generate(name):
         assert sum(c.accepted for c in done) > 0
 
 
+@pytest.mark.thorough
 def test_sampled_drafts_do_not_depend_on_slots():
     drafter = DraftModel(noisy(TARGET, 0.05), num_draft=2)
     runs = [

@@ -111,7 +111,8 @@ def test_what_stands_is_counted_up_to_the_answers_last_token():
     assert oracles.count_stands(tokens, lengths, answer).tolist() == [2, 2, 1, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_recorded_proposals_are_those_of_real_rounds(temperature):
     """Walking through what stood takes as many rounds as decoding with the drafter did."""
     sampling, drafter = Sampling(temperature=temperature), NGram(num_draft=3)
@@ -133,6 +134,7 @@ def test_recorded_proposals_are_those_of_real_rounds(temperature):
         assert judged is not None and judged.tolist() == [2] * 22 + [1, 0]
 
 
+@pytest.mark.thorough
 def test_replayed_answers_stand():
     sampling = Sampling(temperature=0.7)
     plain = specjax.generate(TARGET, [PROMPT], sampling=sampling, **GIVEN)
@@ -154,6 +156,7 @@ def test_chi_square_is_pearsons():
     assert distribution.chi_square([1, 1], [1, 1])["p"] == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafter", [None, NGram(num_draft=3)])
 def test_samples_are_those_of_generate(drafter):
     """One prefill for all rows gives what a prefill for each does."""
@@ -399,6 +402,7 @@ def test_a_report_has_growth_and_peers(place):
     assert "--draft-model" in report["peers"]["skipped"]["transformers, assisted"]
 
 
+@pytest.mark.thorough
 def test_trainers_are_compared_on_the_same_head(place):
     """speculators takes part where it is installed, and has to find the same loss there; else it is skipped by name."""
     given = {"draft_vocab_size": 64, "sequences": 2, "lengths": (16,)}

@@ -47,6 +47,7 @@ def context_after(target, tokens):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafter", [EarlyExit(2, num_draft=3), EarlyExit(skip=(2,), num_draft=3)])
 def test_the_target_takes_over_what_the_draft_computed(drafter):
     """Reused keys, values and hidden states are those of a whole pass, in every layer that was reused."""
@@ -68,11 +69,13 @@ def test_the_target_takes_over_what_the_draft_computed(drafter):
         np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_exit_at_the_top_is_the_target():
     out = specjax.generate(TARGET, PROMPTS, drafter=EarlyExit(2, num_draft=3), max_new_tokens=40)
     assert out.statistics.mean_acceptance_length == 4
 
 
+@pytest.mark.thorough
 def test_a_perfect_tree_stands_to_its_depth():
     drafter = DraftModel(TARGET, tree=StaticTree((2, 1, 1)))
     out = specjax.generate(TARGET, PROMPTS, drafter=drafter, max_new_tokens=40)
@@ -80,6 +83,7 @@ def test_a_perfect_tree_stands_to_its_depth():
     assert (out.statistics.drafted == 60).all()
 
 
+@pytest.mark.thorough
 def test_top_k_tree_keeps_the_likeliest_paths():
     """Against every path of the tree's depth, scored in plain Python."""
     target, depth, k, size = bigram(2, 9), 3, 3, 7
@@ -125,6 +129,7 @@ def test_hybrid_takes_the_first_that_proposes_and_the_others_stay_in_step():
     assert per_position[2] == 1.0  # only the model drafts a third token
 
 
+@pytest.mark.thorough
 def test_hybrid_gain_learns_whom_to_trust():
     liar = DraftModel(tiny_target(9), num_draft=3)
     trees = StaticTree((1, 1, 1))  # without confidence to go by: what they were worth decides
@@ -137,6 +142,7 @@ def test_hybrid_gain_learns_whom_to_trust():
     assert out.statistics.mean_acceptance_length > 2.5
 
 
+@pytest.mark.thorough
 def test_hybrid_tree_accepts_the_better_branch():
     plain = specjax.generate(TARGET, PROMPTS, max_new_tokens=40)
     answer = np.zeros((3, 60), np.int32)
@@ -158,6 +164,7 @@ def test_hybrid_tree_accepts_the_better_branch():
     assert lengths[2] > max(lengths[:2]) + 0.5
 
 
+@pytest.mark.thorough
 def test_adaptive_stops_and_probes():
     liar = Adaptive(DraftModel(tiny_target(9), num_draft=3), draft_cost=0.5, probe=10)
     out = specjax.generate(TARGET, PROMPTS, drafter=liar, max_new_tokens=300)
@@ -169,6 +176,7 @@ def test_adaptive_stops_and_probes():
     assert out.statistics.mean_acceptance_length > 3.5
 
 
+@pytest.mark.thorough
 def test_adaptive_length_follows_the_costs():
     answer = specjax.generate(TARGET, PROMPTS, max_new_tokens=100)
     drafter = DraftModel(noisy(TARGET, 0.05), num_draft=7)
@@ -231,6 +239,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@pytest.mark.thorough
 def test_lossy_acceptance_accepts_more_and_only_when_asked():
     target, sampling = bigram(3, 6), Sampling(temperature=1.0)
     drafter = RandomDrafterFull(num_draft=3)

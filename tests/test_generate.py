@@ -58,6 +58,7 @@ def test_a_draft_with_a_shorter_context_falls_silent():
     assert 10 <= out.statistics.drafted[0] <= 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 34, 127, 128, 129, 130, 140])
 def test_prompts_of_every_length_around_a_prefill_chunk(size):
     """The last token of a chunk, the first of the next, and the cache's end."""

@@ -76,6 +76,7 @@ def assert_tree(proposal, right, prefix):
     np.testing.assert_array_equal(tree.ancestors[0], right[f"{prefix}mask"] > 0)
 
 
+@pytest.mark.thorough
 def test_safeailab_trees():
     target, head, right = golden("eagle3-safeailab-tiny")
     drafter = specjax.Eagle3(head, tree=TREE)
@@ -142,6 +143,7 @@ def test_p_eagle_of_one_slot_is_eagle3(temperature):
     np.testing.assert_array_equal(a.statistics.accepted, b.statistics.accepted)
 
 
+@pytest.mark.thorough
 def test_p_eagle_drafts_in_one_pass(monkeypatch):
     """Passes of the head that a round's program contains, outside of branches that are not taken: one."""
     from specjax.decoding import decode_round, prefill
@@ -174,6 +176,7 @@ def test_p_eagle_needs_a_mask_token():
         tiny_head(target, mask_token_id=61)
 
 
+@pytest.mark.thorough
 def test_golden_head_decodes_losslessly():
     target, head, right = golden("eagle3-safeailab-tiny")
     prompt = right["prompt_ids"].tolist()

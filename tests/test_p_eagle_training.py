@@ -122,9 +122,8 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("plain", 512), pytest.param("deep", 7, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "size"), [("plain", 512), ("deep", 7)])
 def test_elements_are_what_drafting_sees(name, size, monkeypatch):
     """Law 7: an element's logits are those of the slot in one pass over its anchor's prefix and the mask tokens."""
     import training.p_eagle
@@ -207,6 +206,7 @@ def test_loss_of_a_recipe_is_a_mean_over_the_update():
     assert float(total) > 0
 
 
+@pytest.mark.thorough
 def test_partitions_change_nothing():
     """Loss, gradients and sums of one draw of elements, whole and in parts, with a Markov correction."""
     head = tiny_head(TARGET, mask_token_id=5, markov_rank=3)
@@ -240,6 +240,7 @@ def test_partitions_change_nothing():
         assert np.abs(a).max() > 0, name
 
 
+@pytest.mark.thorough
 def test_markov_loss_by_hand():
     """A masked element's distribution has the bias of the token drafted before it, if the draft vocabulary has it."""
     head = tiny_head(TARGET, mask_token_id=5, markov_rank=3)

@@ -58,10 +58,7 @@ def test_family_equals_transformers(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in ("llama", "qwen3moe") else pytest.mark.thorough)
-        for n in GOLDEN
-    ],
+    [pytest.param(n, marks=() if n == "llama" else pytest.mark.thorough) for n in GOLDEN],
 )
 def test_golden_target(name):
     folder = shared("golden", f"target-{name}-tiny")

@@ -94,6 +94,7 @@ def same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("run")
 def test_trained_head_drafts_better(data, tmp_path):
     result = run(config(data, tmp_path, epochs=15.0, learning_rate=1e-2, evaluate_every=40))

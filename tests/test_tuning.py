@@ -78,6 +78,7 @@ def test_what_a_proposal_costs():
     assert np.isfinite(costs["head"]) and costs["head"] > 0
 
 
+@pytest.mark.thorough
 def test_other_tokens_are_refused_and_translated(tmp_path):
     """The draft reads and proposes the target's ids; tokens that it lacks are never proposed."""
     words = [f"w{i}" for i in range(11)]

@@ -96,6 +96,7 @@ def test_cached_equals_uncached_wherever_it_is_split():
         np.testing.assert_allclose(joined, whole.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["plain", "ngram", "noisy-model"])
 def test_compiled_loop_copies_no_cache(name, batch):

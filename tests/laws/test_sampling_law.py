@@ -165,7 +165,7 @@ def siblings_without_replacement(q, branches):
         yield chance, tokens
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_one_sampled_tree_follows_the_target_exactly(seed):
     """Two children, two grandchildren each, drawn without replacement; from the leaves up accepts more."""
     p, q = conditional(seed), conditional(100 + seed)
@@ -402,7 +402,7 @@ CASES = [
     *[(name, "token") for name in LOOPS],
     *[(name, "block") for name in ("model-3", "unsure", "adaptive", "hybrid", "tree")],
 ]
-QUICK = [(name, "token") for name in ("ngram", "model-3", "tree")]
+QUICK = [("model-3", "token")]
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ HEADS = {
     "p-eagle-markov": PEagle(MARKOV, num_draft=2),
     "mtp": MTP(tiny_mtp(FOUR, draft_vocab_size=3), num_draft=2),
 }
-QUICK_HEADS = ("eagle3-tree", "p-eagle-markov")
+QUICK_HEADS = ("eagle3-tree",)
 
 
 @pytest.mark.parametrize(
