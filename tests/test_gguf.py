@@ -24,6 +24,7 @@ import specjax
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_header import read_header
 from specjax.checkpoints.huggingface import parse_config
+from specjax.checkpoints.sources import built_in_heads
 from specjax.checkpoints.weights import CheckpointError
 
 QWEN2 = {"model_type": "qwen2", "head_dim": 16}
@@ -660,10 +661,12 @@ def test_smollm2_equals_transformers(smollm2):
 
 
 @pytest.mark.thorough
-def test_the_head_that_comes_along_drafts(smollm2):
-    head = specjax.load_head("smollm2-135m-eagle3")  # its rows are the built-in target's
+@pytest.mark.parametrize("name", built_in_heads())
+def test_heads_that_come_along_draft(smollm2, name):
+    head = specjax.load_head(name)  # its rows are the built-in target's
     prompt = specjax.load_tokenizer(NAME).encode_chat([{"role": "user", "content": QUESTIONS[8]}])
     plain = specjax.generate(smollm2, [prompt], max_new_tokens=48)
-    spoken = specjax.generate(smollm2, [prompt], drafter=specjax.Eagle3(head), max_new_tokens=48)
+    drafter = specjax.head_drafter(head)
+    spoken = specjax.generate(smollm2, [prompt], drafter=drafter, max_new_tokens=48)
     np.testing.assert_array_equal(spoken.tokens[0], plain.tokens[0])
     assert spoken.statistics.mean_acceptance_length > 1.3

@@ -1,8 +1,11 @@
 """Trained heads side by side: what stands by number of drafts, what drafting costs, and what comes of it."""
 
+import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -41,17 +44,21 @@ def measure_heads(
       curve: cost of a pass by its width, in passes over one token.
 
     Returns:
-      by head: `draft_cost` by number of drafts, in passes over one token, and by temperature `tokens` (workload, then
-      number of drafts), `per_position`, `predicted` (by number of drafts), `best` and what was `measured` there.
+      by head: `trained` (drafts in a row), `draft_cost` by number of drafts, in passes over one token, and by temperature
+      `tokens` (workload, then number of drafts), `per_position`, `predicted` (by number of drafts), `best` and what was
+      `measured` there.
     """
+    warnings.filterwarnings("ignore", "num_draft is .* trained to draft")  # the tables say it
     first = [prompts[0] for prompts in workloads.values()]
+    every = [(workload, prompt) for workload, prompts in workloads.items() for prompt in prompts]
     result: dict[str, Any] = {}
     for name, head in heads.items():
         cost = {
             k: measure_draft_cost(target, specjax.head_drafter(head, k), first[0])
             for k in NUM_DRAFTS
         }
-        result[name] = {"draft_cost": cost, "temperatures": {}}
+        trained = head.config.trained_depth
+        result[name] = {"trained": trained, "draft_cost": cost, "temperatures": {}}
     for temperature in temperatures:
         sampling = specjax.Sampling(temperature=temperature)
         given = {
@@ -62,18 +69,20 @@ def measure_heads(
         chosen = {}
         for name, head in heads.items():
             longest = specjax.head_drafter(head, NUM_DRAFTS[-1])
-            statistics = {
-                workload: [
-                    specjax.generate(
-                        target, prompts[at : at + ROWS], drafter=longest, key=at, **given
-                    ).statistics
-                    for at in range(0, len(prompts), ROWS)
-                ]
-                for workload, prompts in progress(list(workloads.items()), name, console)
-            }
+            statistics: dict[str, list[Any]] = defaultdict(list)
+            for at in progress(range(0, len(every), ROWS), name, console):
+                some = every[at : at + ROWS]
+                out = specjax.generate(
+                    target, [prompt for _, prompt in some], drafter=longest, key=at, **given
+                )
+                for row, (workload, _) in enumerate(some):
+                    counters = jax.tree.map(lambda x, r=row: x[r : r + 1], out.statistics)
+                    statistics[workload].append(counters)
             found = _figures(statistics, result[name]["draft_cost"], curve)
             result[name]["temperatures"][f"{temperature:g}"] = found
             chosen[name] = specjax.head_drafter(head, found["best"])
+            mean = np.mean([tokens[NUM_DRAFTS[-1]] for tokens in found["tokens"].values()])
+            console.print(f"{name} at temperature {temperature:g}: {mean:.2f} tokens a pass")
         outs = decode_in_turn(
             target, [[p] for p in first], {"plain": None, **chosen}, console=console, **given
         )
@@ -116,8 +125,10 @@ def head_tables(result: Mapping[str, Any]) -> list[Table]:
                 mean = np.mean([tokens[k] for tokens in row["tokens"].values()])
                 measured = f"{row['measured']:.2f}x" if k == row["best"] else ""
                 cells = (f"{cost:.1%}", f"{mean:.2f}", f"{row['predicted'][k]:.2f}x", measured)
-                table.add_row(name if k == NUM_DRAFTS[0] else "", str(k), *cells)
+                mark = "*" if k > (result[name]["trained"] or k) else ""
+                table.add_row(name if k == NUM_DRAFTS[0] else "", f"{k}{mark}", *cells)
             table.add_section()
+        table.caption = "*: more than it was trained to draft in a row"
         tables.append(table)
 
         workloads = next(iter(found.values()))["tokens"]
@@ -129,7 +140,7 @@ def head_tables(result: Mapping[str, Any]) -> list[Table]:
             table.add_row(name, *(f"{x:.2f}" for x in (*lengths, np.mean(lengths))))
         tables.append(table)
 
-        table = Table("draft", title=f"Drafts that stood if those before did, at {at}")
+        table = Table("draft", title=f"Drafts that stood, and all before them, at {at}")
         for name in found:
             table.add_column(name, justify="right")
         for i, k in enumerate(NUM_DRAFTS):
