@@ -31,8 +31,8 @@ class Options:
       length: tokens of a sequence.
       valid_share: of the documents that is kept for validation.
       draft_vocab_sizes: print how much of the wanted tokens vocabularies of these sizes cover.
-      wanted: which tokens the head shall learn to draft: the `assistant`'s, or `all`, whoever wrote them; then prompts
-        alone (`turns`) are documents too.
+      wanted: which tokens the head shall learn to draft: the `assistant`'s, or `all`, whoever wrote them, but for the
+        chat template's fixed opening; then prompts alone (`turns`) are documents too.
       seed: of the split.
     """
 

@@ -530,7 +530,7 @@ def test_malformed_lines_are_named(line, message, tmp_path):
 
 
 def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
-    """A prompt alone teaches too then; without, only the assistant's tokens do."""
+    """A prompt alone teaches too then, but for what the template puts before it; without, only the assistant's tokens do."""
     path, tokenizer = tmp_path / "d.jsonl", chat_tokenizer()
     turn = {"role": "user", "content": "hello there"}
     rows = [
@@ -542,7 +542,8 @@ def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
     asked, same, answered = read_examples(path, tokenizer, whole=True)
     assert asked.tokens.tolist() == tokenizer.encode_chat([turn], add_generation_prompt=False)
     assert same.tokens.tolist() == asked.tokens.tolist()
-    assert not asked.wanted[0] and asked.wanted[1:].all()
+    opening = len(tokenizer.encode("<|im_start|>user\n"))
+    assert not asked.wanted[:opening].any() and asked.wanted[opening:].all()
     assert answered.tokens.tolist() == [1, 2, 3]
     assert answered.wanted.tolist() == [False, True, True]
     with pytest.raises(ValueError, match="1: expected messages, text, or prompt"):

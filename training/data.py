@@ -66,11 +66,29 @@ def text_example(tokenizer: Tokenizer, text: str) -> Example:
     return _whole(tokenizer.encode(text))
 
 
-def _whole(tokens: Sequence[int] | np.ndarray) -> Example:
+def _whole(tokens: Sequence[int] | np.ndarray, opening: Sequence[int] = ()) -> Example:
     tokens = np.asarray(tokens, np.int32)
     if tokens.size < 2:
         raise ValueError(f"text must have at least 2 tokens, got {tokens.size}")
-    return Example(tokens, np.arange(tokens.size) > 0)
+    return Example(tokens, np.arange(tokens.size) >= max(1, _shared(tokens, opening)))
+
+
+def _shared(a: Sequence[int] | np.ndarray, b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    size = min(len(a), len(b))
+    return int(np.cumprod(np.asarray(a[:size]) == np.asarray(b[:size])).sum())
+
+
+def chat_opening(tokenizer: Tokenizer) -> list[int]:
+    """What the chat template puts before the first words of a conversation without a system turn: a fixed text, which
+    teaches nothing. Empty without a template."""
+    if not tokenizer.has_chat_template:
+        return []
+    one, other = (
+        tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=False)
+        for text in ("a", "b")
+    )
+    return one[: _shared(one, other)]
 
 
 def answer_example(
@@ -91,8 +109,9 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, whole: bool = False) -> I
     """Documents of a file of JSON lines (.gz too), each with `messages`, `text`, or `prompt` and `response` as token ids.
 
     Args:
-      whole: every token is wanted but the first, whoever wrote it; then prompts alone (`turns`) are documents too. What the
-        target would say is known for any text, so any text teaches; its own answers teach most.
+      whole: every token is wanted, whoever wrote it, but the first and the chat template's fixed opening; then prompts alone
+        (`turns`) are documents too. What the target would say is known for any text, so any text teaches; its own answers
+        teach most.
 
     Raises:
       ValueError: a malformed line, with the file and the line's number.
@@ -100,23 +119,25 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, whole: bool = False) -> I
     import gzip
 
     opener = gzip.open if path.suffix == ".gz" else open
+    opening = chat_opening(tokenizer) if whole else None
     with opener(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield _example(json.loads(line), tokenizer, whole)
+                yield _example(json.loads(line), tokenizer, opening)
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
 
 
-def _example(row: Any, tokenizer: Tokenizer, whole: bool) -> Example:
+def _example(row: Any, tokenizer: Tokenizer, opening: Sequence[int] | None) -> Example:
+    """`opening`: what of a conversation is not wanted where all else is; None wants answers alone."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {str(row)[:60]}")
-    if whole and ("messages" in row or "turns" in row):
+    if opening is not None and ("messages" in row or "turns" in row):
         messages = row.get("messages") or [{"role": "user", "content": t} for t in row["turns"][:1]]
         tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
-        return _whole(tokens)
-    if whole and "prompt" in row:
-        return _whole(_example(row, tokenizer, False).tokens)
+        return _whole(tokens, opening)
+    if opening is not None and "prompt" in row:
+        return _whole(_example(row, tokenizer, None).tokens, opening)
     if "messages" in row:
         return chat_example(tokenizer, row["messages"])
     if "text" in row:

@@ -47,6 +47,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.vocab_size = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
