@@ -209,6 +209,10 @@ def test_guessed_costs_cover_the_ladder():
     for size in (0, 1, 5, 15, 48):
         costs = guess_costs(size, "cpu")
         assert len(costs) == len(ladder(size)) and (np.diff(costs) > 0).all() and costs[0] == 1
+        # with many rows a pass is bound by arithmetic, and wide ones cost in proportion
+        for backend in ("cpu", "gpu"):
+            many = guess_costs(size, backend, batch=4096)
+            np.testing.assert_allclose(many, ladder(size), rtol=0.1)
 
 
 def test_synthetic_acceptance_has_its_length():

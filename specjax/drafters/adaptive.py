@@ -20,19 +20,26 @@ CONFIDENCES = 8  # classes of confidence
 MEMORY = 24.0  # trials that a class remembers
 PRIOR = 4.0  # trials that the first guess is worth
 
-CURVES = {"cpu": (1.0, 1.45, 1.6, 2.0, 2.8), "gpu": (1.0, 1.03, 1.06, 1.12, 1.25)}
-"""Cost of a pass of 1, 2, 4, 8, 16 tokens in passes of one, batch 1: the first guess where nothing was measured. CPU:
-SmolLM2-135M float32 on two cores of an AMD EPYC; GPU: unmeasured."""
+CURVES = {
+    "cpu": {1: 1.0, 2: 1.45, 4: 1.6, 8: 2.0, 16: 2.8, 256: 26.8},
+    "gpu": {1: 1.0, 2: 1.03, 4: 1.06, 8: 1.12, 16: 1.25, 256: 2.5},
+}
+"""Cost of a pass by the tokens in it, of all rows, in passes of one: the first guess where nothing was measured. CPU:
+SmolLM2-135M float32 on two cores of an AMD EPYC, beyond 16 tokens as its arithmetic grows; GPU: unmeasured."""
 
 
-def guess_costs(num_draft: int, backend: str | None = None) -> np.ndarray:
-    """Costs of the ladder's widths from `CURVES`, linear in the width between and beyond its points."""
+def guess_costs(num_draft: int, backend: str | None = None, batch: int = 1) -> np.ndarray:
+    """Costs of the ladder's widths from `CURVES` with `batch` rows, in passes of one token of each, linear in between."""
     curve = CURVES["cpu" if (backend or jax.default_backend()) == "cpu" else "gpu"]
-    known = np.asarray([1, 2, 4, 8, 16])
+    points, costs = np.asarray(list(curve)), np.asarray(list(curve.values()))
+    slope = (costs[-1] - costs[-2]) / (points[-1] - points[-2])
+
+    def cost(tokens: np.ndarray) -> np.ndarray:
+        beyond = np.maximum(tokens - points[-1], 0)
+        return np.interp(tokens, points, costs) + slope * beyond
+
     widths = np.asarray(ladder(num_draft))
-    slope = (curve[-1] - curve[-2]) / 8
-    beyond = curve[-1] + slope * (widths - 16)
-    return np.where(widths <= 16, np.interp(widths, known, curve), beyond).astype(np.float32)
+    return (cost(widths * batch) / cost(np.asarray(batch))).astype(np.float32)
 
 
 @struct.dataclass
@@ -64,15 +71,16 @@ class Adaptive:
     sampled, by their position, since their confidence depends on tokens already drawn and choosing by it would bias the
     output. For every class the row keeps a running acceptance rate, which starts at a first guess. The length is the one
     whose expected tokens per unit of cost are highest, 1 + a_1 + a_1 a_2 + ... over the measured cost of the block width it
-    needs. Deterministic proposals choose one width for the whole batch (a wide block for one row costs all); sampled
-    ones choose by row, so that no row's tokens depend on its neighbours.
+    needs. Deterministic proposals choose one width for the whole batch (a wide block for one row costs all, and many rows
+    leave a pass less to spare); sampled ones choose by row, so that no row's tokens depend on its neighbours.
 
     Rows that have not proposed for `probe` rounds propose one token, to notice when the text turns. If drafting itself
     costs, and no row expects to gain even so, the drafter is not asked until then.
 
     Attributes:
       drafter: whose proposals are cut.
-      costs: cost of a pass of every block width of `ladder(num_draft)`, in any unit; None is `guess_costs`.
+      costs: cost of a pass of every block width of `ladder(num_draft)`, in any unit, for the batch that is decoded; None is
+        `guess_costs`.
       draft_cost: cost of one proposal in passes of one token.
       probe: rounds.
     """
@@ -149,8 +157,8 @@ class Adaptive:
     def propose(
         self, target: Target, state: AdaptiveState, context: Context
     ) -> tuple[Proposal, AdaptiveState]:
-        given = guess_costs(self.num_draft) if self.costs is None else np.asarray(self.costs)
-        costs = jnp.asarray(given / given[0], jnp.float32)
+        batch = context.length.shape[0]
+        costs, together = self._costs(1), self._costs(batch)
         active = ~jnp.broadcast_to(context.done, context.length.shape)
         probing = state.quiet >= self.probe
 
@@ -166,7 +174,7 @@ class Adaptive:
             proposal, inner = ask(state.inner)
         else:
             proposal, inner = jax.lax.cond(jnp.any(awake), ask, skip, state.inner)
-        length, worth, classes = self._choose(state, proposal, costs, active, probing)
+        length, worth, classes = self._choose(state, proposal, costs, together, active, probing)
         asked = active & (jnp.any(awake) | (not self.draft_cost))
         return replace(proposal, length=length), replace(
             state,
@@ -177,15 +185,26 @@ class Adaptive:
             worth=jnp.where(asked, 0.5 * state.worth + 0.5 * worth, state.worth),
         )
 
+    def _costs(self, batch: int) -> Array:
+        """Of the ladder's widths, in passes of one token of every row; what was given holds for the caller's own batch."""
+        given = self.costs
+        costs = guess_costs(self.num_draft, batch=batch) if given is None else np.asarray(given)
+        return jnp.asarray(costs / costs[0], jnp.float32)
+
     def _choose(
         self,
         state: AdaptiveState,
         proposal: Proposal,
         costs: Array,
+        together: Array,
         active: Array,
         probing: Array,
     ) -> tuple[Array, Array, Array]:
-        """length int32[B], tokens per unit of cost float32[B], classes int32[B, N]."""
+        """length int32[B], tokens per unit of cost float32[B], classes int32[B, N].
+
+        Args:
+          costs: of the widths if a row were alone; together: with all rows.
+        """
         batch, size = proposal.tokens.shape
         position = jnp.broadcast_to(CONFIDENCES + jnp.arange(size), (batch, size))
         fixed = jnp.full(batch, proposal.log_q is None)
@@ -212,9 +231,11 @@ class Adaptive:
             tokens = jnp.take_along_axis(expected, jnp.where(fits > 0, deepest, 0), axis=1)
         own = jnp.argmax(tokens / costs, axis=1)
         rows_total = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
-        rung = jnp.where(jnp.all(fixed), jnp.argmax(rows_total / costs), own)
+        rung = jnp.where(jnp.all(fixed), jnp.argmax(rows_total / together), own)
         length = jnp.take_along_axis(fits, rung[:, None], axis=1)[:, 0]
         length = jnp.minimum(length, proposal.length)
+        # where one row probes, the block is wide enough for all: together they pay for it once
+        probing = jnp.where(jnp.all(fixed), jnp.any(probing & active), probing)
         least = jnp.minimum(proposal.length, 1) if proposal.parent is None else proposal.length
         length = jnp.where(probing, jnp.maximum(length, least), length)
         best = jnp.arange(batch), own
