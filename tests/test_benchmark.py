@@ -318,6 +318,7 @@ def measure(place, **given):
     return json.loads(out.read_text())
 
 
+@pytest.mark.thorough
 def test_a_report_has_every_figure(place):
     report = measure(place, sections=("curve", "workloads"), temperatures=(0.0,))
     assert {"target", "device"} < set(report) and report["errors"] == []

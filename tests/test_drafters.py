@@ -114,6 +114,7 @@ def test_top_k_tree_keeps_the_likeliest_paths():
     assert set(paths[1:]) == best
 
 
+@pytest.mark.thorough
 def test_hybrid_takes_the_first_that_proposes_and_the_others_stay_in_step():
     answer = specjax.generate(TARGET, PROMPTS, max_new_tokens=40)
     perfect = DraftModel(TARGET, num_draft=3)
