@@ -561,6 +561,9 @@ def test_features_are_validated(data, tmp_path):
         FeatureFile(tmp_path, (0, 1), {"target": "tiny"})
     with pytest.raises(ValueError, match="differ from a fresh pass"):
         check_features(tiny_target(1), sequences, file, (0, 2))
+    alone = tmp_path / "alone"
+    write_features(TARGET, sequences, alone, (2,), {"target": "tiny"})
+    check_features(TARGET, sequences, FeatureFile(alone, (2,), {"target": "tiny"}), (2,))
     with pytest.raises(ValueError, match="target is 'tiny', expected 'other'"):
         FeatureFile(tmp_path, (0, 2), {"target": "other"})
     (tmp_path / "features.json").unlink()

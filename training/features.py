@@ -229,10 +229,9 @@ def write_features(
                 for k in ("tokens", "wanted", "document")
             }
         )
-        features = _whole_features(target, batch, tuple(layers[:-1]))
-        stacked = jnp.concatenate([features.taps, features.teacher.last[:, :, None]], axis=2)
+        features = _whole_features(target, batch, tuple(layers))
         here = slice(rows.start, rows.stop)
-        found = np.asarray(stacked.astype(jnp.bfloat16))[: len(rows)]
+        found = np.asarray(features.taps.astype(jnp.bfloat16))[: len(rows)]
         states[here] = found.view(np.uint16)
         totals[here] = np.asarray(features.teacher.log_total)[: len(rows)]
         best[here] = np.asarray(features.teacher.best)[: len(rows)]
