@@ -11,6 +11,8 @@ if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
         [
             os.environ.get("XLA_FLAGS", ""),
             "--xla_backend_optimization_level=0",
+            # each of the workers has one core: splitting a program's code for others costs more than it gains
+            "--xla_cpu_parallel_codegen_split_count=1",
             # fusions compile in two thirds of the time the old way, which later versions lack
             *(["--xla_cpu_use_fusion_emitters=false"] if version("jax") < "0.11" else []),
         ]

@@ -191,6 +191,19 @@ def test_adaptive_length_follows_the_costs():
         assert widest == most, name
 
 
+def test_rows_learn_from_each_other_what_deterministic_drafts_are_worth():
+    """A row alone has to find out by itself that its drafts fail; eight find out together."""
+
+    def drafted_before_giving_up(batch):
+        wrong = ReplayDrafter(num_draft=3, answer=jnp.full((batch, 80), TARGET.vocab_size - 1))
+        used = Adaptive(wrong, costs=(1.0, 1.4, 1.6), probe=100)
+        out = specjax.generate(TARGET, [[5]] * batch, drafter=used, max_new_tokens=60)
+        assert out.statistics.accepted.sum() == 0
+        return out.statistics.drafted.sum() / batch
+
+    assert drafted_before_giving_up(8) < 0.5 * drafted_before_giving_up(1)
+
+
 def test_the_alarm_ends_speculation_row_by_row():
     plain = specjax.generate(TARGET, PROMPTS, max_new_tokens=60)
     answer = np.zeros((3, 80), np.int32)

@@ -97,7 +97,8 @@ def same(a, b):
 @pytest.mark.thorough
 @pytest.mark.xdist_group("run")
 def test_trained_head_drafts_better(data, tmp_path):
-    result = run(config(data, tmp_path, epochs=15.0, learning_rate=1e-2, evaluate_every=40))
+    long = {"epochs": 15.0, "learning_rate": 1e-2, "evaluate_every": 40, "save_every": 40}
+    result = run(config(data, tmp_path, **long))
     start = run(config(data, tmp_path / "none", max_updates=1, learning_rate=1e-9))
     random = tmp_path / "random"
     specjax.save_head(tiny_head(TARGET), random)

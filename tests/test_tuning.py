@@ -1,6 +1,7 @@
 """Measuring before paying: pairs of models, layers, vocabularies, running totals."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +46,9 @@ def test_a_pair_is_reported():
         report.costs + report.draft_cost * np.arange(1, 4)
     )
     np.testing.assert_allclose(report.speed_up[0.0], expected)
-    k, gain = report.best()
-    assert (k == 0) == (gain == 1.0)
+    # what is best depends on this moment's times; of given ones it is known
+    assert replace(report, speed_up={0.0: np.asarray([1.1, 1.3, 1.2])}).best() == (2, 1.3)
+    assert replace(report, speed_up={0.0: np.asarray([0.9, 0.8, 0.7])}).best() == (0, 1.0)
     wrong = check_pair(
         TARGET,
         tiny_target(5),
@@ -56,7 +58,7 @@ def test_a_pair_is_reported():
         temperatures=(0.0,),
         repeats=1,
     )
-    assert wrong.rates[0.0][0] < 0.3 and wrong.best() == (0, 1.0)
+    assert wrong.rates[0.0][0] < 0.3
 
 
 def test_costs_start_at_one():

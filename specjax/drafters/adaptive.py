@@ -48,7 +48,7 @@ class AdaptiveState:
 
     Attributes:
       inner: the drafter's own state.
-      hits, trials: float32[B, C], drafts that stood and drafts that were judged, by class, fading.
+      hits, trials: float32[B, C], drafts that stood and drafts that were judged, by class, fading; nothing at first.
       classes: int32[B, N] of the last proposal's slots; size: int32[B], its length.
       quiet: int32[B], rounds since the row last proposed.
       worth: float32[B], tokens per unit of cost that the last proposals promised, drafting included.
@@ -69,10 +69,11 @@ class Adaptive:
 
     Every slot belongs to a class: where the drafts are deterministic, by the drafter's confidence; where they are
     sampled, by their position, since their confidence depends on tokens already drawn and choosing by it would bias the
-    output. For every class the row keeps a running acceptance rate, which starts at a first guess. The length is the one
-    whose expected tokens per unit of cost are highest, 1 + a_1 + a_1 a_2 + ... over the measured cost of the block width it
-    needs. Deterministic proposals choose one width for the whole batch (a wide block for one row costs all, and many rows
-    leave a pass less to spare); sampled ones choose by row, so that no row's tokens depend on its neighbours.
+    output. For every class the row keeps a running acceptance rate, which starts at a first guess; of deterministic drafts
+    the guess is what the other rows of the batch saw. The length is the one whose expected tokens per unit of cost are
+    highest, 1 + a_1 + a_1 a_2 + ... over the measured cost of the block width it needs. Deterministic proposals choose one
+    width for the whole batch (a wide block for one row costs all, and many rows leave a pass less to spare); sampled ones
+    choose by row, so that no row's tokens depend on its neighbours.
 
     Rows that have not proposed for `probe` rounds propose one token, to notice when the text turns. If drafting itself
     costs, and no row expects to gain even so, the drafter is not asked until then.
@@ -118,15 +119,12 @@ class Adaptive:
             )
 
     def init(self, target: Target, batch: int, slots: int) -> AdaptiveState:
-        classes = CONFIDENCES + self.num_draft
+        nothing = jnp.zeros((batch, CONFIDENCES + self.num_draft))
         row = jnp.zeros(batch, jnp.int32)
-        guess = np.concatenate(
-            [(np.arange(CONFIDENCES) + 0.5) / CONFIDENCES, np.full(self.num_draft, 0.6)]
-        )
         return AdaptiveState(
             inner=self.drafter.init(target, batch, slots),
-            hits=jnp.broadcast_to(jnp.asarray(PRIOR * guess, jnp.float32), (batch, classes)),
-            trials=jnp.full((batch, classes), PRIOR, jnp.float32),
+            hits=nothing,
+            trials=nothing,
             classes=jnp.zeros((batch, self.num_draft), jnp.int32),
             size=row,
             quiet=row,
@@ -145,7 +143,7 @@ class Adaptive:
         at = jnp.where(judged, state.classes, state.hits.shape[1])  # out of range: dropped
         hits = state.hits.at[rows, at].add((slot < accepted).astype(jnp.float32), mode="drop")
         trials = state.trials.at[rows, at].add(1.0, mode="drop")
-        fade = jnp.minimum(1.0, MEMORY / trials)
+        fade = MEMORY / jnp.maximum(trials, MEMORY)
         return replace(
             state,
             inner=inner,
@@ -191,6 +189,16 @@ class Adaptive:
         costs = guess_costs(self.num_draft, batch=batch) if given is None else np.asarray(given)
         return jnp.asarray(costs / costs[0], jnp.float32)
 
+    def _rates(self, state: AdaptiveState, fixed: Array) -> Array:
+        """How often drafts stand, by row and class: float32[B, C]; `fixed` bool[B], rows of deterministic drafts."""
+        confident = (jnp.arange(CONFIDENCES) + 0.5) / CONFIDENCES
+        guess = jnp.pad(confident, (0, self.num_draft), constant_values=0.6)
+        # what the neighbours saw may guide deterministic drafts alone: sampled ones would depend on it
+        hits, trials = (jnp.sum(x, axis=0) - x for x in (state.hits, state.trials))
+        theirs = (hits + PRIOR * guess) / (trials + PRIOR)
+        guess = jnp.where(fixed[:, None], theirs, guess)
+        return (state.hits + PRIOR * guess) / (state.trials + PRIOR)
+
     def _choose(
         self,
         state: AdaptiveState,
@@ -214,7 +222,7 @@ class Adaptive:
         if proposal.confidence is not None and proposal.parent is None:
             level = jnp.clip(jnp.floor(proposal.confidence * CONFIDENCES), 0, CONFIDENCES - 1)
             classes = jnp.where(fixed[:, None], level.astype(jnp.int32), position)
-        rates = jnp.take_along_axis(state.hits / state.trials, classes, axis=1)
+        rates = jnp.take_along_axis(self._rates(state, fixed), classes, axis=1)
         # expected tokens by drafts verified: [B, N + 1]; of a tree the positions are its depths
         expected = 1.0 + jnp.pad(jnp.cumsum(jnp.cumprod(rates, axis=1), axis=1), ((0, 0), (1, 0)))
         widths = jnp.asarray(ladder(size))
