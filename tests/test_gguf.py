@@ -663,11 +663,11 @@ def test_smollm2_equals_transformers(smollm2):
 @pytest.mark.thorough
 def test_heads_that_come_along_draft(smollm2):
     prompt = specjax.load_tokenizer(NAME).encode_chat([{"role": "user", "content": QUESTIONS[8]}])
-    plain = specjax.generate(smollm2, [prompt], max_new_tokens=48)
+    plain = specjax.generate(smollm2, [prompt], max_new_tokens=24)
     for name in built_in_heads():
-        drafter = specjax.head_drafter(
-            specjax.load_head(name)
-        )  # its rows are the built-in target's
-        spoken = specjax.generate(smollm2, [prompt], drafter=drafter, max_new_tokens=48)
+        head = specjax.load_head(name)  # its rows are the built-in target's
+        # every width of a pass takes seconds to compile; mask slots come with the second draft
+        drafter = specjax.head_drafter(head, 3 if "p-eagle" in name else 1)
+        spoken = specjax.generate(smollm2, [prompt], drafter=drafter, max_new_tokens=24)
         np.testing.assert_array_equal(spoken.tokens[0], plain.tokens[0], err_msg=name)
-        assert spoken.statistics.mean_acceptance_length > 1.3, name
+        assert spoken.statistics.mean_acceptance_length > 1.15, name
