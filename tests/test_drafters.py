@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from zoo import RandomDrafter, ReplayDrafter, SilentDrafter, bigram, noisy, tiny_target
 
 import specjax
@@ -202,6 +203,23 @@ def test_rows_learn_from_each_other_what_deterministic_drafts_are_worth():
         return out.statistics.drafted.sum() / batch
 
     assert drafted_before_giving_up(8) < 0.5 * drafted_before_giving_up(1)
+
+
+@struct.dataclass
+class HalfSilent(ReplayDrafter):
+    """Has nothing to propose for odd rows."""
+
+    def propose(self, target, state, context):
+        proposal, state = super().propose(target, state, context)
+        odd = jnp.arange(len(proposal.length)) % 2 == 1
+        return proposal.replace(length=jnp.where(odd, 0, proposal.length)), state
+
+
+def test_a_row_without_proposals_does_not_keep_its_batch_probing():
+    wrong = HalfSilent(num_draft=3, answer=jnp.full((2, 80), TARGET.vocab_size - 1))
+    used = Adaptive(wrong, costs=(1.0, 3.0, 4.0), probe=8)
+    out = specjax.generate(TARGET, [[5], [7]], drafter=used, max_new_tokens=60)
+    assert 3 <= out.statistics.drafted[0] <= 60 // 8 and out.statistics.drafted[1] == 0
 
 
 def test_the_alarm_ends_speculation_row_by_row():

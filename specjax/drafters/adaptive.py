@@ -75,8 +75,9 @@ class Adaptive:
     width for the whole batch (a wide block for one row costs all, and many rows leave a pass less to spare); sampled ones
     choose by row, so that no row's tokens depend on its neighbours.
 
-    Rows that have not proposed for `probe` rounds propose one token, to notice when the text turns. If drafting itself
-    costs, and no row expects to gain even so, the drafter is not asked until then.
+    Rows that have not proposed for `probe` rounds propose one token, to notice when the text turns (with deterministic
+    drafts all rows together). If drafting itself costs, and no row expects to gain even so, the drafter is not asked until
+    then.
 
     Attributes:
       drafter: whose proposals are cut.
@@ -172,14 +173,16 @@ class Adaptive:
             proposal, inner = ask(state.inner)
         else:
             proposal, inner = jax.lax.cond(jnp.any(awake), ask, skip, state.inner)
-        length, worth, classes = self._choose(state, proposal, costs, together, active, probing)
+        length, worth, classes, spoke = self._choose(
+            state, proposal, costs, together, active, probing
+        )
         asked = active & (jnp.any(awake) | (not self.draft_cost))
         return replace(proposal, length=length), replace(
             state,
             inner=inner,
             classes=classes,
             size=length,
-            quiet=jnp.where(length > 0, 0, state.quiet + 1),
+            quiet=jnp.where(spoke, 0, state.quiet + 1),
             worth=jnp.where(asked, 0.5 * state.worth + 0.5 * worth, state.worth),
         )
 
@@ -207,8 +210,8 @@ class Adaptive:
         together: Array,
         active: Array,
         probing: Array,
-    ) -> tuple[Array, Array, Array]:
-        """length int32[B], tokens per unit of cost float32[B], classes int32[B, N].
+    ) -> tuple[Array, Array, Array, Array]:
+        """length int32[B], tokens per unit of cost float32[B], classes int32[B, N], whether it proposes bool[B].
 
         Args:
           costs: of the widths if a row were alone; together: with all rows.
@@ -239,12 +242,15 @@ class Adaptive:
             tokens = jnp.take_along_axis(expected, jnp.where(fits > 0, deepest, 0), axis=1)
         own = jnp.argmax(tokens / costs, axis=1)
         rows_total = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
-        rung = jnp.where(jnp.all(fixed), jnp.argmax(rows_total / together), own)
+        jointly = jnp.all(fixed)
+        rung = jnp.where(jointly, jnp.argmax(rows_total / together), own)
         length = jnp.take_along_axis(fits, rung[:, None], axis=1)[:, 0]
         length = jnp.minimum(length, proposal.length)
-        # where one row probes, the block is wide enough for all: together they pay for it once
-        probing = jnp.where(jnp.all(fixed), jnp.any(probing & active), probing)
+        # where one row probes, the block is wide enough for all: together they pay for it once, and know for the next rounds
+        probing &= active & (proposal.length > 0)
+        probing = jnp.where(jointly, jnp.any(probing), probing)
         least = jnp.minimum(proposal.length, 1) if proposal.parent is None else proposal.length
         length = jnp.where(probing, jnp.maximum(length, least), length)
+        spoke = jnp.where(jointly, jnp.any(active & (length > 0)), length > 0)
         best = jnp.arange(batch), own
-        return length, tokens[best] / (costs[own] + self.draft_cost), classes
+        return length, tokens[best] / (costs[own] + self.draft_cost), classes, spoke
