@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from benchmarking.workloads import decode_in_turn, tokens_per_second
-from common import DrafterName, make_drafter, read_workloads
+from common import DrafterName, encode_workloads, make_drafter
 from rich.console import Console
 
 import specjax
@@ -196,10 +196,7 @@ class Advisor:
                 f"context must be at most the target's {self.target.context_length}, got {options.context}"
             )
         self.tokenizer = specjax.load_tokenizer(options.target)
-        self.workloads = {
-            name: [self.tokenizer.encode_chat(c) for c in conversations]
-            for name, conversations in read_workloads(options.prompts, options.limit).items()
-        }
+        self.workloads = encode_workloads(options.prompts, self.tokenizer, options.limit)
         self.prompts = [p for prompts in self.workloads.values() for p in prompts]
         self.candidates = find_candidates(options, self.target)
         self.longest = max(c.longest for c in self.candidates)

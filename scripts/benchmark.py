@@ -31,8 +31,8 @@ from common import (
     DrafterName,
     OtherDrafter,
     describe_device,
+    encode_workloads,
     make_drafter,
-    read_workloads,
     use_compilation_cache,
 )
 from rich.console import Console
@@ -143,7 +143,7 @@ class Benchmark:
         self.options = options
         self.target = specjax.load_target(options.target)
         self.tokenizer = specjax.load_tokenizer(options.target)
-        self.conversations = read_workloads(options.prompts, options.limit)
+        self.by_workload = encode_workloads(options.prompts, self.tokenizer, options.limit)
         self.drafters = {
             name: NoDrafter()
             if name == "none"
@@ -162,8 +162,7 @@ class Benchmark:
 
     def prompts(self, per_workload: int) -> list[list[int]]:
         """The first prompts of every workload."""
-        some = chain.from_iterable(c[:per_workload] for c in self.conversations.values())
-        return [self.tokenizer.encode_chat(conversation) for conversation in some]
+        return list(chain.from_iterable(p[:per_workload] for p in self.by_workload.values()))
 
     @property
     def short(self) -> int:
@@ -192,11 +191,11 @@ class Benchmark:
         for temperature in self.options.temperatures:
             result = workloads.measure_workloads(
                 self.target,
-                self.tokenizer,
-                self.conversations,
+                self.by_workload,
                 self.drafters,
                 temperature=temperature,
                 max_new_tokens=self.options.max_new_tokens,
+                stop_token_ids=self.tokenizer.stop_token_ids,
                 curve=curve,
                 oracles=self.options.oracles,
                 console=console,
@@ -213,10 +212,7 @@ class Benchmark:
         names = self.options.heads or tuple(built_in_heads())
         result = heads.measure_heads(
             self.target,
-            {
-                w: [self.tokenizer.encode_chat(c) for c in cs]
-                for w, cs in self.conversations.items()
-            },
+            self.by_workload,
             {name: specjax.load_head(name, self.target) for name in names},
             temperatures=self.options.temperatures,
             max_new_tokens=self.short,

@@ -194,20 +194,33 @@ def read_conversations(path: Path) -> list[Conversation]:
     return [prompt.conversation for prompt in read_prompts(path)]
 
 
-def read_workloads(path: Path, limit: int) -> dict[str, list[Conversation]]:
-    """The first `limit` conversations of every workload of a file. See `read_prompts`."""
-    workloads: dict[str, list[Conversation]] = defaultdict(list)
-    for prompt in read_prompts(path):
-        if len(workloads[prompt.workload]) < limit:
-            workloads[prompt.workload].append(prompt.conversation)
-    return dict(workloads)
+def encode_conversation(tokenizer: specjax.Tokenizer, conversation: Conversation) -> list[int]:
+    """Token ids up to the assistant's turn; a model without a chat template continues what its one message says.
+
+    Raises:
+      ValueError: several messages, and no template that could join them.
+    """
+    if len(conversation) == 1 and not tokenizer.has_chat_template:
+        return tokenizer.encode(conversation[0]["content"])
+    return tokenizer.encode_chat(conversation)
 
 
 def encode_conversations(
     path: Path, tokenizer: specjax.Tokenizer, limit: int | None = None
 ) -> list[list[int]]:
-    """The first `limit` conversations of a file, as token ids up to the assistant's turn."""
-    return [tokenizer.encode_chat(c) for c in read_conversations(path)[:limit]]
+    """The first `limit` conversations of a file. See `encode_conversation`."""
+    return [encode_conversation(tokenizer, c) for c in read_conversations(path)[:limit]]
+
+
+def encode_workloads(
+    path: Path, tokenizer: specjax.Tokenizer, limit: int
+) -> dict[str, list[list[int]]]:
+    """The first `limit` prompts of every workload of a file. See `read_prompts` and `encode_conversation`."""
+    workloads: dict[str, list[list[int]]] = defaultdict(list)
+    for prompt in read_prompts(path):
+        if len(workloads[prompt.workload]) < limit:
+            workloads[prompt.workload].append(encode_conversation(tokenizer, prompt.conversation))
+    return dict(workloads)
 
 
 def config_arguments(path: Path, names: Sequence[str]) -> list[str]:

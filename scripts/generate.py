@@ -14,6 +14,7 @@ from common import (
     OtherDrafter,
     config_arguments,
     describe_device,
+    encode_conversation,
     make_drafter,
     read_conversations,
     use_compilation_cache,
@@ -121,7 +122,7 @@ def main(options: Options) -> None:
         prompt = (
             tokenizer.encode(messages[-1]["content"])
             if options.raw
-            else tokenizer.encode_chat(messages)
+            else encode_conversation(tokenizer, messages)
         )
         out = specjax.generate(
             target,

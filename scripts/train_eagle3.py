@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from common import read_workloads, use_compilation_cache
+from common import encode_workloads, use_compilation_cache
 from rich.console import Console
 from rich.table import Table
 
@@ -43,15 +43,14 @@ class Options:
     seed: int | None = None
 
 
-def evaluate(config: TrainConfig, result: Result) -> None:
+def evaluate(
+    config: TrainConfig,
+    result: Result,
+    workloads: dict[str, list[list[int]]],
+    stop: tuple[int, ...],
+) -> None:
     """Decodes held-out prompts with the head, greedily and at temperature 1, and prints what stood."""
-    assert config.decode_prompts is not None
     target = specjax.load_target(config.target)
-    tokenizer = specjax.load_tokenizer(config.target)
-    workloads = {
-        name: [tokenizer.encode_chat(c) for c in conversations]
-        for name, conversations in read_workloads(config.decode_prompts, 8).items()
-    }
     drafter = specjax.head_drafter(specjax.load_head(result.folder, target), config.steps)
     table = Table("workload", "length, greedy", "per position", "length, T=1", title="Decoding")
     found = {
@@ -60,7 +59,7 @@ def evaluate(config: TrainConfig, result: Result) -> None:
             drafter,
             workloads,
             max_new_tokens=config.decode_tokens,
-            stop_token_ids=tokenizer.stop_token_ids,
+            stop_token_ids=stop,
             temperature=temperature,
         )
         for temperature in (0.0, 1.0)
@@ -85,12 +84,19 @@ def main(options: Options, recipe: str = "eagle3") -> None:
         raise ValueError(
             f"{options.config}: recipe must be {recipe!r} for this command, got {config.recipe!r}"
         )
+    workloads, stop = {}, ()
+    if (
+        config.decode_prompts is not None
+    ):  # what is wrong with them is said before hours of training
+        tokenizer = specjax.load_tokenizer(config.target)
+        workloads = encode_workloads(config.decode_prompts, tokenizer, 8)
+        stop = tuple(tokenizer.stop_token_ids)
     result = train(config, console=console)
     console.print(
         f"{result.updates} updates; simulated acceptance length {result.simulated_length:.3f}; head in {result.folder}"
     )
-    if config.decode_prompts is not None:
-        evaluate(config, result)
+    if workloads:
+        evaluate(config, result, workloads, stop)
 
 
 if __name__ == "__main__":

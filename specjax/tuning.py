@@ -259,7 +259,7 @@ def check_pair(
     if not same:
         raise ValueError(
             f"the draft's ids mean other texts than the target's; {shared:.0%} of the target's tokens have a "
-            "counterpart: check specjax.translate(draft, target) in its place"
+            "counterpart: check specjax.translate(draft, target) in its place (`--translate` of scripts/check_pair.py)"
         )
     rates = {}
     for temperature in temperatures:

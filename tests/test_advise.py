@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from test_scripts import SCRIPTS, place, run  # noqa: F401 (a fixture)
+from test_vocabulary import folder
 from zoo import noisy, tiny_head, tiny_mtp, tiny_target
 
 import specjax
@@ -598,11 +599,16 @@ def test_prompts_keep_their_workloads(tmp_path):
         {"workload": "a", "prompt": "5"},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    found = common.read_workloads(file, 2)
-    assert {w: [c[0]["content"] for c in cs] for w, cs in found.items()} == {
+    tokenizer = specjax.load_tokenizer(folder(tmp_path / "model", list("?12345")))
+    assert not tokenizer.has_chat_template  # it continues what is said
+    found = common.encode_workloads(file, tokenizer, 2)
+    assert {w: [tokenizer.decode(p) for p in ps] for w, ps in found.items()} == {
         "a": ["1", "4"],
         "prompts": ["2"],
     }
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        common.encode_conversation(tokenizer, talk)
 
 
 @pytest.mark.thorough

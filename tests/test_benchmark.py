@@ -372,13 +372,10 @@ def test_heads_are_compared_by_number_of_drafts(place, tmp_path, monkeypatch):
             assert 1 <= tokens["1"] <= 2 and tokens["1"] <= tokens["4"] <= 5
         assert len(row["per_position"]) == 4 and row["best"] in (1, 4)
         assert set(row["predicted"]) == {"1", "4"} and row["measured"] > 0
-    [prompt] = [
-        rows[0] for name, rows in benchmark.read_workloads(place[1], 1).items() if name == "echo"
-    ]
     tokenizer = specjax.load_tokenizer(place[0])
     out = specjax.generate(
         target,
-        [tokenizer.encode_chat(prompt)],
+        benchmark.encode_workloads(place[1], tokenizer, 1)["echo"],
         drafter=specjax.head_drafter(specjax.load_head(tmp_path, target), 4),
         max_new_tokens=12,
         stop_token_ids=tokenizer.stop_token_ids,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common import Conversation, count_compilations
+from common import count_compilations
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -120,12 +120,12 @@ def compare(
 
 def measure_workloads(
     target: Any,
-    tokenizer: specjax.Tokenizer,
-    workloads: Mapping[str, Sequence[Conversation]],
+    workloads: Mapping[str, Sequence[Sequence[int]]],
     drafters: Mapping[str, Any],
     *,
     temperature: float,
     max_new_tokens: int,
+    stop_token_ids: Sequence[int],
     curve: Curve,
     oracles: bool,
     console: Console,
@@ -140,11 +140,10 @@ def measure_workloads(
     given = {
         "sampling": specjax.Sampling(temperature=temperature),
         "max_new_tokens": max_new_tokens,
-        "stop_token_ids": tokenizer.stop_token_ids,
+        "stop_token_ids": stop_token_ids,
     }
     result: dict[str, Any] = {}
-    for workload, conversations in workloads.items():
-        prompts = [tokenizer.encode_chat(c) for c in conversations]
+    for workload, prompts in workloads.items():
         outs = decode_in_turn(
             target,
             [[prompt] for prompt in prompts],
