@@ -610,6 +610,8 @@ def test_config_files(tmp_path):
 
 def test_best_and_latest_checkpoints_are_kept(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, {"a": 1})
+    with pytest.raises(ValueError, match="is in use: another process trains there"):
+        RunCheckpoints(tmp_path, {"a": 1})
     data = iter(__import__("grain").MapDataset.range(5).to_iter_dataset())
     state = {"x": jax.numpy.zeros(2)}
     for update, length in ((1, 1.5), (2, 2.5), (3, None), (4, 2.0), (5, None)):
@@ -622,3 +624,7 @@ def test_best_and_latest_checkpoints_are_kept(tmp_path):
     kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert kept == ["2", "5"]
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
+    for _ in range(2):  # what was refused does not hold the folder
+        with pytest.raises(ValueError, match="holds another run: a was 1, now 2"):
+            RunCheckpoints(tmp_path, {"a": 2})
+    RunCheckpoints(tmp_path, {"a": 1}).close()

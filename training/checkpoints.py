@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from filelock import FileLock, Timeout
 from orbax.checkpoint import v1 as ocp
 
 from training.files import write_json
@@ -21,24 +22,21 @@ class RunCheckpoints:
       identity: what makes a run the same run; a folder of another one is refused.
 
     Raises:
-      ValueError: the folder belongs to a run with other settings; they are named.
+      ValueError: the folder belongs to a run with other settings, which are named, or another process is training in it.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
-        record = folder / "run.json"
-        if record.is_file():
-            found = json.loads(record.read_text())
-            different = [k for k in identity | found if identity.get(k) != found.get(k)]
-            if different:
-                raise ValueError(
-                    f"output {folder} holds another run: "
-                    + ", ".join(
-                        f"{k} was {found.get(k)!r}, now {identity.get(k)!r}" for k in different
-                    )
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(record, identity)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(folder / ".lock")  # the system frees it however the process ends
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(f"output {folder} is in use: another process trains there") from error
+        try:
+            _check_identity(folder, identity)
+        except ValueError:
+            self._lock.release()
+            raise
         self._checkpointer = training.Checkpointer(
             (folder / "checkpoints").absolute(),
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
@@ -101,6 +99,22 @@ class RunCheckpoints:
 
     def close(self) -> None:
         self._checkpointer.close()
+        self._lock.release()
+
+
+def _check_identity(folder: Path, identity: dict[str, Any]) -> None:
+    """Raises ValueError if the folder holds another run; marks a new one as this run's."""
+    record = folder / "run.json"
+    if not record.is_file():
+        write_json(record, identity)
+        return
+    found = json.loads(record.read_text())
+    different = [k for k in identity | found if identity.get(k) != found.get(k)]
+    if different:
+        raise ValueError(
+            f"output {folder} holds another run: "
+            + ", ".join(f"{k} was {found.get(k)!r}, now {identity.get(k)!r}" for k in different)
+        )
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
