@@ -1,5 +1,6 @@
 """Shared pieces: where outside material lies, and small random models."""
 
+import gc
 import os
 import tempfile
 from importlib.metadata import version
@@ -20,6 +21,9 @@ if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 
 import jax
 import pytest
+
+# Tracing makes objects by the million, which the collector would search for cycles a thousand at a time.
+gc.set_threshold(100_000, 20, 100)
 
 # Tests compare numbers: on every backend, products in full float32.
 jax.config.update("jax_default_matmul_precision", "highest")
