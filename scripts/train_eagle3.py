@@ -85,9 +85,8 @@ def main(options: Options, recipe: str = "eagle3") -> None:
             f"{options.config}: recipe must be {recipe!r} for this command, got {config.recipe!r}"
         )
     workloads, stop = {}, ()
-    if (
-        config.decode_prompts is not None
-    ):  # what is wrong with them is said before hours of training
+    # what is wrong with the prompts is said before hours of training
+    if config.decode_prompts is not None:
         tokenizer = specjax.load_tokenizer(config.target)
         workloads = encode_workloads(config.decode_prompts, tokenizer, 8)
         stop = tuple(tokenizer.stop_token_ids)

@@ -34,7 +34,7 @@ class RunCheckpoints:
             raise ValueError(f"output {folder} is in use: another process trains there") from error
         try:
             _check_identity(folder, identity)
-        except ValueError:
+        except (ValueError, OSError):
             self._lock.release()
             raise
         self._checkpointer = training.Checkpointer(

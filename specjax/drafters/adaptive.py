@@ -50,7 +50,7 @@ class AdaptiveState:
       inner: the drafter's own state.
       hits, trials: float32[B, C], drafts that stood and drafts that were judged, by class, fading; nothing at first.
       classes: int32[B, N] of the last proposal's slots; size: int32[B], its length.
-      quiet: int32[B], rounds since the row last proposed.
+      quiet: int32[B], rounds since the row last proposed; with deterministic drafts, since any did.
       worth: float32[B], tokens per unit of cost that the last proposals promised, drafting included.
     """
 
