@@ -1,5 +1,6 @@
 """P-EAGLE's elements: parity with speculators' trainer, and with what drafting does."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +285,9 @@ def test_markov_loss_by_hand():
     np.testing.assert_allclose(loss, total, rtol=1e-4)
 
 
-def test_a_run_starts_from_an_eagle3_head(tmp_path):
-    """Its first slot drafts what the head drafted; the other slots are new."""
+def test_a_run_starts_from_a_head_that_lacks_parts(tmp_path):
+    """An EAGLE-3 head's first slot drafts what the head drafted, the other slots are new; a P-EAGLE head without a
+    correction gains one that changes nothing yet."""
     specjax.save_head(tiny_head(TARGET), tmp_path)
     given: Any = {
         "target": "tiny",
@@ -316,6 +318,15 @@ def test_a_run_starts_from_an_eagle3_head(tmp_path):
     )
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(a, b)
+    plain: Any = specjax.load_head(tmp_path / "p_eagle", TARGET)
+    plain.config, plain.readout.markov = replace(plain.config, markov_rank=0), None
+    specjax.save_head(plain, tmp_path / "plain")
+    gained = make_head(
+        TrainConfig(**given | {"start_from": tmp_path / "plain"}), TARGET, summary, ()
+    )
+    assert gained.config.markov_rank == 2
+    np.testing.assert_array_equal(gained.readout.markov.after[...], 0)
+    np.testing.assert_array_equal(gained.mask_hidden[...], plain.mask_hidden[...])
     with pytest.raises(ValueError, match="has mask_token_id 5, got 6; markov_rank 2, got 0"):
         other = {"start_from": tmp_path / "p_eagle", "mask_token_id": 6, "markov_rank": 0}
         make_head(TrainConfig(**given | other), TARGET, summary, ())

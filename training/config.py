@@ -31,7 +31,8 @@ class TrainConfig:
       norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
       train_embedding: whether the head has an embedding of its own, which starts as the target's and is trained.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
-      start_from: a built-in head's name or a head's folder to go on from. P-EAGLE may start from an EAGLE-3 head.
+      start_from: a built-in head's name or a head's folder to go on from. P-EAGLE may start from an EAGLE-3 head, and from one
+        of its own without `markov_rank`.
       mask_token_id: P-EAGLE's mask token: one that never occurs; its embedding is the target's.
       markov_rank: of P-EAGLE's correction by the draft before; 0 is none.
       partitions: parts of P-EAGLE's elements that pass one after the other, to save memory.

@@ -160,14 +160,15 @@ def make_head(
 
 
 def _continued(head: Head, config: TrainConfig) -> Head:
-    """A trained head for a further run; an EAGLE-3 head may go on as P-EAGLE, whose first slot it is already.
+    """A trained head for a further run; an EAGLE-3 head may go on as P-EAGLE, whose first slot it is already, and a P-EAGLE
+    head may gain the correction by the draft before.
 
     Raises:
       ValueError: another kind of head, or of another shape, than the run is to train.
     """
     head = jax.tree.map(lambda x: jnp.array(x, copy=True), head)  # it is donated
     if isinstance(head, EagleHead) and config.recipe == "p_eagle":
-        _add_mask(head, config)
+        _add_parts(head, config)
     kind = "mtp"
     if isinstance(head, EagleHead):
         kind = "eagle3" if head.config.mask_token_id is None else "p_eagle"
@@ -190,15 +191,19 @@ def _continued(head: Head, config: TrainConfig) -> Head:
     return trained
 
 
-def _add_mask(head: EagleHead, config: TrainConfig) -> None:
-    """Gives an EAGLE-3 head what P-EAGLE's other slots read."""
-    if head.config.mask_token_id is not None:
-        return
-    added = {"mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank}
-    fresh = EagleHead(replace(head.config, **added), rngs=nnx.Rngs(config.seed))
+def _add_parts(head: EagleHead, config: TrainConfig) -> None:
+    """Gives a head what P-EAGLE's later slots read and it lacks; the correction changes nothing until it is trained."""
+    has, added = head.config, {}
+    if has.mask_token_id is None:
+        added["mask_token_id"] = config.mask_token_id
+    if not has.markov_rank:
+        added["markov_rank"] = config.markov_rank
+    fresh = EagleHead(replace(has, **added), rngs=nnx.Rngs(config.seed))
     head.config = fresh.config
-    head.mask_hidden = nnx.data(fresh.mask_hidden)
-    head.readout.markov = nnx.data(fresh.readout.markov)
+    if has.mask_token_id is None:
+        head.mask_hidden = nnx.data(fresh.mask_hidden)
+    if not has.markov_rank:
+        head.readout.markov = nnx.data(fresh.readout.markov)
 
 
 def is_trained(readout: bool, name: str) -> bool:
