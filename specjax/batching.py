@@ -159,7 +159,8 @@ def plan(
       more: slots that a prompt needs beside its own.
 
     Returns:
-      sizes from large to small, with the prompts' indices. A size that would hardly fill the rows joins the next larger.
+      sizes from large to small, with the prompts' indices. Prompts that would hardly fill the rows on their own share the
+      next larger size, and the largest shares its own with the next.
     """
     sizes: dict[int, list[int]] = {}
     for i in waiting:
@@ -167,7 +168,7 @@ def plan(
         sizes.setdefault(bucket(max(arrays[i].size + more, padded)), []).append(i)
     found: list[tuple[int, list[int]]] = []
     for size in sorted(sizes, reverse=True):
-        if found and len(sizes[size]) < 2 * slots:
+        if found and (len(sizes[size]) < 2 * slots or len(found[-1][1]) < slots):
             found[-1][1].extend(sizes[size])
         else:
             found.append((size, sizes[size]))

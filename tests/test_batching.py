@@ -8,7 +8,7 @@ from zoo import noisy, tiny_target
 
 import specjax
 from specjax import DraftModel, NGram, Sampling, Suffix
-from specjax.batching import generate_stream, generate_to_file, read_completions
+from specjax.batching import generate_stream, generate_to_file, plan, read_completions
 from specjax.decoding import decode, prefill
 
 TARGET = tiny_target()
@@ -106,3 +106,16 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_wrong_slots_are_named(slots):
     with pytest.raises(ValueError, match=r"slots must be .* got"):
         next(generate_stream(TARGET, PROMPTS, slots=slots, **OPTIONS))
+
+
+def test_prompts_of_a_size_share_caches_when_they_fill_the_rows():
+    def sizes(*lengths):
+        arrays = [np.zeros(length, np.int32) for length in lengths]
+        found = plan(arrays, range(len(arrays)), 100, 4)
+        assert sorted(i for _, group in found for i in group) == list(range(len(arrays)))
+        return [(size, len(group)) for size, group in found]
+
+    assert sizes(*[600] * 8, *[100] * 8) == [(768, 8), (256, 8)]
+    assert sizes(*[600] * 8, *[100] * 7) == [(768, 15)]
+    assert sizes(*[600] * 3, *[300] * 9, *[100] * 8) == [(768, 12), (256, 8)]
+    assert sizes(*[600] * 4, *[300] * 8) == [(768, 4), (512, 8)]
