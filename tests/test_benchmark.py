@@ -343,7 +343,7 @@ def test_a_report_has_every_figure(place):
 @pytest.mark.thorough
 def test_a_report_has_the_law_the_parts_and_the_batches(place):
     sections = ("split", "workloads", "law", "batch")
-    given = {"drafters": ("none", "ngram"), "batches": (1, 2), "samples": 64}
+    given = {"drafters": ("none", "ngram"), "batches": (2,), "samples": 64}
     report = measure(place, sections=sections, temperatures=(1.0,), **given)
     limits = report["workloads"]["1"]["echo"]["limits"]
     assert 1 <= limits["length"]["none"] <= limits["length"]["ngram"]
@@ -352,11 +352,8 @@ def test_a_report_has_the_law_the_parts_and_the_batches(place):
     assert set(report["split"]["ngram"]) == {"draft", "verify", "rest", "round"}
     assert len(report["law"]) == 2 * 2 * distribution.TOKENS
     assert {"statistic", "degrees", "p", "tokens_per_pass"} <= set(report["law"][0])
-    assert set(report["batch"]) == {"1", "2"} and set(report["batch"]["1"]) == {
-        "plain",
-        "none",
-        "ngram",
-    }
+    assert set(report["batch"]) == {"2"}
+    assert set(report["batch"]["2"]) == {"plain", "none", "ngram"}
 
 
 @pytest.mark.thorough
@@ -432,17 +429,9 @@ def test_the_section_of_accelerators_runs_anywhere_with_tiny_shapes(place):
     found = report["gpu"]
     assert found["copy_bandwidth"] > 0 and found["product_flops"] > 0
     assert found["plain"]["reached"] > 0 and found["plain"]["limit"] > 0
-    for batch in (1, 2):
-        assert 1 <= found[f"batch {batch}"]["tokens_per_pass"] <= gpu.NUM_DRAFT + 1
+    assert 1 <= found["batch 2"]["tokens_per_pass"] <= gpu.NUM_DRAFT + 1
     assert found["training"]["tokens_per_second"] > 0 < found["training"]["utilisation"]
     assert "torch" in found or "torch" in found["skipped"]
-
-
-def test_no_accelerator_is_said(place):
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is one")
-    report = measure(place, sections=("gpu",))
-    assert "--gpu-shapes tiny" in report["gpu"]["skipped"]["gpu"]
 
 
 def test_operations_of_training_are_counted():

@@ -42,12 +42,14 @@ def test_a_draft_with_another_vocabulary_is_refused():
         specjax.DraftModel(TARGET, num_draft=0)
 
 
+@pytest.mark.thorough
 def test_the_whole_context_can_be_used():
     for drafter in (None, specjax.NGram(), specjax.DraftModel(TARGET, num_draft=4)):
         out = specjax.generate(TARGET, [[1] * 150, [2] * 3], drafter=drafter, max_new_tokens=50)
         assert [len(t) for t in out.tokens] == [50, 50]
 
 
+@pytest.mark.thorough
 def test_a_draft_with_a_shorter_context_falls_silent():
     draft = tiny_target(context_length=20)
     plain = specjax.generate(TARGET, [[1, 2, 3]], max_new_tokens=40)

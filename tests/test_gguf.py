@@ -7,6 +7,7 @@ import sys
 
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -660,14 +661,28 @@ def test_smollm2_equals_transformers(smollm2):
         torch.set_num_threads(threads)
 
 
+@jax.jit
+def first_drafts(head, target, tokens, hidden):
+    """What a head would draft after every token but the last, target ids int32[1, T]; row t guesses token t + 2."""
+    positions = jnp.arange(tokens.shape[1])[None]
+    embedded = head.embed(target, jnp.roll(tokens, -1, axis=1))
+    cache = head.init_cache(1, tokens.shape[1])
+    x, _ = head(embedded, head.fuse(hidden), positions, cache)
+    return jnp.take(head.target_ids, jnp.argmax(head.logits(x), axis=-1))
+
+
 @pytest.mark.thorough
-def test_heads_that_come_along_draft(smollm2):
+def test_heads_that_come_along_know_the_model(smollm2):
+    """One pass over an answer, without the loop, whose thirty layers at every width take a minute to compile."""
     prompt = specjax.load_tokenizer(NAME).encode_chat([{"role": "user", "content": QUESTIONS[8]}])
-    plain = specjax.generate(smollm2, [prompt], max_new_tokens=24)
+    answer = specjax.generate(smollm2, [prompt], max_new_tokens=64).tokens[0]
+    tokens = jnp.asarray([[*prompt, *answer.tolist()]])
+    layers = tuple(range(31))
+    positions = jnp.arange(tokens.shape[1])[None]
+    cache = smollm2.init_cache(1, 1)
+    taps = jax.jit(lambda m: m(tokens, positions, cache, taps=layers).taps)(smollm2)
     for name in built_in_heads():
-        head = specjax.load_head(name)  # its rows are the built-in target's
-        # every width of a pass takes seconds to compile; mask slots come with the second draft
-        drafter = specjax.head_drafter(head, 3 if "p-eagle" in name else 1)
-        spoken = specjax.generate(smollm2, [prompt], drafter=drafter, max_new_tokens=24)
-        np.testing.assert_array_equal(spoken.tokens[0], plain.tokens[0], err_msg=name)
-        assert spoken.statistics.mean_acceptance_length > 1.15, name
+        head = specjax.load_head(name, smollm2)
+        drafts = first_drafts(head, smollm2, tokens, taps[:, :, jnp.asarray(head.config.taps)])
+        right = (drafts[:, :-2] == tokens[:, 2:])[0, len(prompt) - 1 :]
+        assert jnp.mean(right) > 0.25, (name, right)

@@ -590,10 +590,11 @@ STACKS["num_hidden_layers"] = 2
     ("raw", "stored", "dtype"),
     [
         (LARGE, "float32", "float32"),
-        (LARGE, "bfloat16", "bfloat16"),
-        (TABLE, "float32", "float32"),  # nearly all of it one tensor
-        (STACKS, "float32", "float32"),
-        (STACKS, "mxfp4", "float32"),
+        pytest.param(LARGE, "bfloat16", "bfloat16", marks=pytest.mark.thorough),
+        # nearly all of it one tensor
+        pytest.param(TABLE, "float32", "float32", marks=pytest.mark.thorough),
+        pytest.param(STACKS, "float32", "float32", marks=pytest.mark.thorough),
+        pytest.param(STACKS, "mxfp4", "float32", marks=pytest.mark.thorough),
     ],
 )
 def test_peak_memory_stays_near_the_models_size(raw, stored, dtype, folder, tmp_path):
@@ -617,6 +618,7 @@ def test_peak_memory_stays_near_the_models_size(raw, stored, dtype, folder, tmp_
     assert 0.9 < ratio < 1.3
 
 
+@pytest.mark.thorough
 def test_peak_memory_of_a_gguf_file(folder):
     from specjax.checkpoints.sources import resolve
 

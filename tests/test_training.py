@@ -213,7 +213,7 @@ def test_training_logits_are_draft_logits(name):
             np.testing.assert_allclose(head.logits(x)[0, 0], trained[k, 0, anchor], atol=1e-4)
 
 
-@pytest.mark.parametrize("piece", [512, 5])
+@pytest.mark.parametrize("piece", [512, pytest.param(5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("target", [TARGET, tiny_gpt_oss()], ids=["llama", "gpt-oss"])
 def test_states_equal_the_targets_own_pass(target, piece, monkeypatch):
     """The trainer's pass without a cache against the decoder's."""

@@ -37,7 +37,7 @@ from training.data import (
     read_summary,
 )
 from training.features import FeatureFile, check_features, write_features
-from training.heads import new_head
+from training.heads import make_head, new_head
 from training.logs import read_log
 from training.loop import TrainingStopped, train
 
@@ -89,6 +89,11 @@ def run(settings, target=TARGET):
     return train(settings, target=target, stop_token_ids=(), console=QUIET)
 
 
+def untrained(settings):
+    """The head that a run would start from."""
+    return make_head(settings, TARGET, read_summary(settings.data), ())
+
+
 def same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -99,34 +104,43 @@ def same(a, b):
 def test_trained_head_drafts_better(data, tmp_path):
     long = {"epochs": 15.0, "learning_rate": 1e-2, "evaluate_every": 40, "save_every": 40}
     result = run(config(data, tmp_path, **long))
-    start = run(config(data, tmp_path / "none", max_updates=1, learning_rate=1e-9))
-    random = tmp_path / "random"
-    specjax.save_head(tiny_head(TARGET), random)
+    start = untrained(config(data, tmp_path / "none"))
     prompts = [[7, 3, 9], [1, 50, 2, 8], [33, 4], [20, 21, 22]]
 
-    def length(folder):
-        drafter = specjax.Eagle3(specjax.load_head(folder, TARGET), num_draft=3)
+    def length(head):
+        drafter = specjax.Eagle3(head, num_draft=3)
         out = specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=60)
         return out.statistics.emitted.sum() / out.statistics.rounds.sum()
 
     # it starts as the target's last layer, which is better than nothing
-    assert length(result.folder) > 1.1 * length(start.folder) > 1.2 * length(random)
-    assert length(result.folder) > 1.4 * length(random)
-    assert result.simulated_length > start.simulated_length + 0.15
+    trained, random = specjax.load_head(result.folder, TARGET), tiny_head(TARGET)
+    assert length(trained) > 1.1 * length(start) > 1.2 * length(random)
+    assert length(trained) > 1.4 * length(random)
     log = read_log(tmp_path)
+    simulated = [row["simulated_length"] for row in log if row["kind"] == "valid"]
+    assert max(simulated) == pytest.approx(result.simulated_length, abs=1e-4)
     losses = [row["loss"] for row in log if row["kind"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
     assert {row["kind"] for row in log} == {"train", "valid"}
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.fixture(scope="module")
+def features(data):
+    return {"features": "offline", "feature_folder": data / "features"}
+
+
+@pytest.fixture(scope="module")
+def whole(data, features, tmp_path_factory):
+    """A run that nothing interrupted."""
+    return run(config(data, tmp_path_factory.mktemp("whole"), **features))
+
+
 @pytest.mark.thorough
 @pytest.mark.xdist_group("run")
-def test_resumed_run_is_bit_identical(data, tmp_path, monkeypatch):
+def test_resumed_run_is_bit_identical(data, features, whole, tmp_path, monkeypatch):
     """Ended by SIGTERM, in the middle between two saves."""
-    more = {"features": "offline", "feature_folder": tmp_path / "features"}
-    whole = run(config(data, tmp_path / "whole", **more))
-    settings = config(data, tmp_path / "parts", **more)
+    settings = config(data, tmp_path, **features)
     import training.source
 
     count, advance = 0, training.source.Source.parts
@@ -144,7 +158,8 @@ def test_resumed_run_is_bit_identical(data, tmp_path, monkeypatch):
     resumed = run(settings)
     assert resumed.updates == whole.updates > 6
     same(resumed.head, whole.head)
-    rows = [[r for r in read_log(tmp_path / n) if r["kind"] == "train"] for n in ("whole", "parts")]
+    folders = whole.folder.parent, tmp_path
+    rows = [[r for r in read_log(folder) if r["kind"] == "train"] for folder in folders]
     assert [r["update"] for r in rows[0]] == [r["update"] for r in rows[1]]
     assert [r["loss"] for r in rows[0]] == [r["loss"] for r in rows[1]]
 
@@ -152,7 +167,7 @@ def test_resumed_run_is_bit_identical(data, tmp_path, monkeypatch):
 KILLED = """
 import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[4:]
+sys.path[:0] = sys.argv[5:]
 import test_training_run as t
 import training.source
 count, advance = 0, training.source.Source.parts
@@ -164,16 +179,16 @@ def parts(self, *given):
         time.sleep(1)  # the save of update 3 is under way, or done
         os.kill(os.getpid(), signal.SIGKILL)
     return advance(self, *given)
-if sys.argv[3] == "kill":
+if sys.argv[4] == "kill":
     training.source.Source.parts = parts
-t.run(t.config(Path(sys.argv[1]), Path(sys.argv[2])))
+features = {"features": "offline", "feature_folder": Path(sys.argv[3])}
+t.run(t.config(Path(sys.argv[1]), Path(sys.argv[2]), **features))
 """
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("run")
-def test_killed_run_resumes_bit_identical(data, tmp_path):
-    whole = run(config(data, tmp_path / "whole"))
+def test_killed_run_resumes_bit_identical(data, features, whole, tmp_path):
     here = Path(__file__).resolve().parent
     for how, code in (("kill", -signal.SIGKILL), ("end", 0)):
         command = [
@@ -181,14 +196,15 @@ def test_killed_run_resumes_bit_identical(data, tmp_path):
             "-c",
             textwrap.dedent(KILLED),
             str(data),
-            str(tmp_path / "parts"),
+            str(tmp_path),
+            str(features["feature_folder"]),
             how,
         ]
         done = subprocess.run(
             [*command, str(here), str(here.parent)], capture_output=True, text=True
         )
         assert done.returncode == code, done.stderr
-    same(specjax.load_head(tmp_path / "parts" / "head", TARGET), whole.head)
+    same(specjax.load_head(tmp_path / "head", TARGET), whole.head)
 
 
 OTHERS = {
@@ -211,21 +227,21 @@ OTHERS = {
 def test_other_heads_draft_better_than_untrained_ones(data, tmp_path, name):
     more, long = OTHERS[name], {"epochs": 20.0, "learning_rate": 1e-2, "evaluate_every": 40}
     result = run(config(data, tmp_path / "a", save_every=40, **long, **more))
-    untrained = run(config(data, tmp_path / "b", max_updates=1, learning_rate=1e-9, **more))
+    start = untrained(config(data, tmp_path / "b", **more))
     prompts = [[7, 3, 9], [1, 50, 2, 8], [33, 4], [20, 21, 22]]
 
-    def length(result):
-        drafter = specjax.head_drafter(specjax.load_head(result.folder, TARGET), 3)
+    def length(head):
+        drafter = specjax.head_drafter(head, 3)
         out = specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=60)
         return out.statistics.emitted.sum() / out.statistics.rounds.sum()
 
     # an MTP module starts as the target's last layer, and so with some skill
-    assert length(result) > 1.15 * length(untrained)
+    assert length(specjax.load_head(result.folder, TARGET)) > 1.15 * length(start)
     # what is the target's own has not moved
     if name == "mtp":
         np.testing.assert_array_equal(result.head.target_norm.weight, TARGET.norm.weight)
     else:
-        assert not np.array_equal(result.head.embedding, untrained.head.embedding)
+        assert not np.array_equal(result.head.embedding, start.embedding)
         assert np.abs(result.head.readout.markov.after).max() > 0
 
 
@@ -332,7 +348,7 @@ def test_accumulated_and_offline_updates_are_the_same(data, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.xdist_group("run")
 def test_muon_trains(data, tmp_path):
-    run(config(data, tmp_path, optimizer="muon", epochs=6.0))
+    run(config(data, tmp_path, optimizer="muon", epochs=4.0))
     losses = [row["loss"] for row in read_log(tmp_path) if row["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
 
@@ -347,10 +363,8 @@ def test_frozen_readout_stays_the_targets(data, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("run")
-def test_numbers_that_are_none_stop_and_spoil_nothing(data, tmp_path, monkeypatch):
+def test_numbers_that_are_none_stop_and_spoil_nothing(data, features, whole, tmp_path, monkeypatch):
     """An update on hidden states that are NaN: the run ends, and goes on from its last checkpoint as if nothing had been."""
-    more = {"features": "offline", "feature_folder": tmp_path / "features"}
-    whole = run(config(data, tmp_path / "whole", **more))
     import training.source
 
     count, advance = 0, training.source.Source.parts
@@ -358,11 +372,11 @@ def test_numbers_that_are_none_stop_and_spoil_nothing(data, tmp_path, monkeypatc
     def parts(self, *given):
         nonlocal count
         count += 1
-        batch, features = advance(self, *given)
-        return batch, features.replace(taps=features.taps * (np.nan if count == 5 else 1))
+        batch, read = advance(self, *given)
+        return batch, read.replace(taps=read.taps * (np.nan if count == 5 else 1))
 
     monkeypatch.setattr(training.source.Source, "parts", parts)
-    settings = config(data, tmp_path / "parts", **more)
+    settings = config(data, tmp_path, **features)
     with pytest.raises(
         TrainingStopped, match=r"no numbers at update 6 .*checkpoint of update 4 is"
     ):

@@ -121,6 +121,7 @@ def test_layers_that_change_little_are_found():
     assert all(t.speed_up > 0 for t in trials)
 
 
+@pytest.mark.thorough
 def test_monitor_adds_up_and_exports(tmp_path):
     monitor = Monitor()
     assert monitor.to_json()["mean_acceptance_length"] is None
@@ -145,6 +146,7 @@ def test_monitor_adds_up_and_exports(tmp_path):
     assert monitor.mean_acceptance_length == monitor.emitted / monitor.rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafter", [None, NGram(num_draft=2)])
 def test_time_split_adds_up(drafter):
     parts = time_split(TARGET, drafter, [1, 2, 3, 1, 2], rounds=4, points=2)

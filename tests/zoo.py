@@ -242,14 +242,14 @@ class ReplayDrafter(Stateless):
     """Knows the answer, int32[B, L] prompt included, and lies at every `lie`-th position (0: never)."""
 
     answer: Array = struct.field(default=None)  # pyright: ignore
-    lie: int = struct.field(pytree_node=False, default=0)
+    lie: Array | int = 0
 
     def propose(self, target, state, context: Context) -> tuple[Proposal, None]:
         at = context.length[:, None] + jnp.arange(self.num_draft)
         last = self.answer.shape[1] - 1
         tokens = jnp.take_along_axis(self.answer, jnp.minimum(at, last), axis=1)
-        if self.lie:
-            tokens = jnp.where(at % self.lie == 0, (tokens + 1) % target.vocab_size, tokens)
+        lies = (self.lie > 0) & (at % jnp.maximum(self.lie, 1) == 0)
+        tokens = jnp.where(lies, (tokens + 1) % target.vocab_size, tokens)
         length = jnp.full(context.length.shape, self.num_draft, jnp.int32)
         return Proposal(tokens=tokens, length=length), None
 
@@ -304,7 +304,6 @@ def drafters(target: Transformer) -> dict[str, Any]:
     ngram = NGram(num_draft=3, min_match=1)
     return {
         "ngram": NGram(num_draft=5, min_match=1),
-        "ngram-simple": NGram.simple(n=1, m=3),
         "ngram-map-k": NGramMap(n=1, m=3),
         "ngram-map-k4v": NGramMap(n=1, m=3, continuations=4),
         "ngram-mod": NGramMod(n=1, min_draft=1, max_draft=3, slots=1 << 10),
@@ -312,11 +311,8 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "suffix-memory": Suffix(num_draft=3, memory_size=64).remember([range(9)]),
         "perfect-model": DraftModel(target, num_draft=4),
         "noisy-model": DraftModel(near, num_draft=3),
-        "wrong-model": DraftModel(tiny_target(5, target.vocab_size), num_draft=2),
-        "single": DraftModel(near, num_draft=1),
         "model-tree": DraftModel(near, tree=StaticTree((2, 2))),
         "model-top-k": DraftModel(near, tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
-        "unsure-model": DraftModel(near, num_draft=3, min_confidence=0.5),
         "eagle3": Eagle3(tiny_head(target), num_draft=3),
         "eagle3-single": Eagle3(tiny_head(target, draft_vocab_size=61), num_draft=1),
         "eagle3-deep": Eagle3(
@@ -344,12 +340,10 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "early-exit": EarlyExit(1, num_draft=3),
         "skip": EarlyExit(skip=(1,), num_draft=2),
         "skip-first": EarlyExit(skip=(0,), num_draft=3, min_confidence=0.1),
-        "early-exit-tree": EarlyExit(1, tree=StaticTree((2, 1))),
         "early-exit-top-k": EarlyExit(1, tree=TopKTree(depth=2, top_k=2, num_nodes=4)),
         "hybrid-first": Hybrid((ngram, DraftModel(near, num_draft=3, min_confidence=0.5))),
         "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
         "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
-        "hybrid-eagle3": Hybrid((ngram, Eagle3(tiny_head(target), num_draft=2))),
         "hybrid-p-eagle": Hybrid((ngram, PEagle(tiny_head(target, mask_token_id=1), num_draft=3))),
         "hybrid-tree": Hybrid((ngram, Suffix(num_draft=3)), choose="tree"),
         "adaptive": Adaptive(ngram, probe=3),

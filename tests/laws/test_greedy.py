@@ -76,13 +76,18 @@ def uncached_greedy(prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.thorough
 def test_plain_decoding_is_uncached_argmax():
     for prompt, tokens in zip(PROMPTS, PLAIN.tokens, strict=True):
         assert tokens.tolist() == uncached_greedy(prompt, 40)
 
 
+LIES = [(1, 0), (1, 2), (2, 5), (4, 0), (4, 5), (7, 2), (7, 5)]
+
+
 @pytest.mark.parametrize(
-    ("num_draft", "lie"), [(1, 0), (1, 2), (2, 5), (4, 0), (4, 5), (7, 2), (7, 5)]
+    ("num_draft", "lie"),
+    [pytest.param(*c, marks=() if c == (4, 5) else pytest.mark.thorough) for c in LIES],
 )
 def test_replayed_drafts_stand_until_the_first_lie(num_draft, lie):
     width = max(map(len, PROMPTS)) + 40
@@ -178,6 +183,7 @@ def test_streaming_gives_the_same_tokens():
 PENALTY = specjax.Sampling(repetition_penalty=1.7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", grouped("perfect-model", *SOME))
 def test_repetition_penalty_sees_the_drafts_before_it(name):
     options = {"max_new_tokens": 40, "sampling": PENALTY}
@@ -189,12 +195,9 @@ def test_repetition_penalty_sees_the_drafts_before_it(name):
         assert spoken.statistics.mean_acceptance_length == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n == "eagle3" else pytest.mark.thorough)
-        for n in ("noisy-model", "early-exit", "eagle3", "eagle3-deep", "mtp", "p-eagle")
-    ],
+    "name", ["noisy-model", "early-exit", "eagle3", "eagle3-deep", "mtp", "p-eagle"]
 )
 def test_drafts_are_penalised_for_the_drafts_before_them(name):
     """Under a penalty that no logit outweighs, a row drafts nothing twice and nothing that is there; without it, some do."""
