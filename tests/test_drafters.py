@@ -192,6 +192,7 @@ def test_adaptive_length_follows_the_costs():
         assert widest == most, name
 
 
+@pytest.mark.thorough
 def test_rows_learn_from_each_other_what_deterministic_drafts_are_worth():
     """A row alone has to find out by itself that its drafts fail; eight find out together."""
 
@@ -222,6 +223,7 @@ def test_a_row_without_proposals_does_not_keep_its_batch_probing():
     assert 3 <= out.statistics.drafted[0] <= 60 // 8 and out.statistics.drafted[1] == 0
 
 
+@pytest.mark.thorough
 def test_the_alarm_ends_speculation_row_by_row():
     plain = specjax.generate(TARGET, PROMPTS, max_new_tokens=60)
     answer = np.zeros((3, 80), np.int32)

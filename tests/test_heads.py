@@ -128,7 +128,8 @@ def test_speculators_p_eagle_pass():
     assert found == right["inf_draft_target_ids"].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_p_eagle_of_one_slot_is_eagle3(temperature):
     target = tiny_target()
     head = tiny_head(target, mask_token_id=5)

@@ -90,6 +90,7 @@ def test_live_warpers(seed, temperature, top_k, top_p, min_p, penalty):
     np.testing.assert_allclose(ours, expected, atol=3e-6)
 
 
+@pytest.mark.thorough
 def test_mixed_rows_equal_rows_on_their_own():
     logits = np.random.default_rng(0).normal(0, 2, (5, 30))
     rows = [

@@ -175,12 +175,9 @@ def test_a_head_from_answers_to_drafts(place, tmp_path):
     out = ["--output", tmp_path / "served", "--layout", "speculators", "--dtype", "float32"]
     run("export_head.py", *common, *out, "--head", tmp_path / "run" / "head", cache=cache)
     tokens = []
-    for drafter in ("none", "head", "hybrid-head"):
+    for drafter in ("none", "hybrid-head"):
         report = tmp_path / f"{drafter}.json"
         given = ["--prompt", "abc", "--max-new-tokens", 16, "--json", report, "--drafter", drafter]
         run("generate.py", *common, *given, "--head", tmp_path / "served", cache=cache)
         tokens.append(json.loads(report.read_text())["rows"][0]["tokens"])
-    assert tokens[0] == tokens[1] == tokens[2]
-    config.write_text(config.read_text() + "\nlearning_rat = 1.0")
-    text = run("train_eagle3.py", "--config", config, cache=cache, code=1)
-    assert "did you mean 'learning_rate'" in text and "Traceback" not in text
+    assert tokens[0] == tokens[1]

@@ -101,7 +101,8 @@ def test_replayed_drafts_stand_until_the_first_lie(num_draft, lie):
         assert (spoken.statistics.rounds == -(-40 // (num_draft + 1))).all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_equal_to_the_target_gives_k_plus_one(temperature):
     for num_draft in (1, 4):
         spoken = specjax.generate(

@@ -75,7 +75,9 @@ def test_seeds():
     assert rows[0] != rows[1] != rows[2]
 
 
-@pytest.mark.parametrize("name", ["plain", "ngram", "noisy-model"])
+@pytest.mark.parametrize(
+    "name", ["plain", "ngram", pytest.param("noisy-model", marks=pytest.mark.thorough)]
+)
 def test_a_row_that_ends_early_changes_nothing(name):
     long = specjax.generate(TARGET, PROMPTS, drafter=ZOO[name], max_new_tokens=24)
     stop = int(long.tokens[0][2])
