@@ -175,7 +175,7 @@ def test_a_head_from_answers_to_drafts(place, tmp_path):
     out = ["--output", tmp_path / "served", "--layout", "speculators", "--dtype", "float32"]
     run("export_head.py", *common, *out, "--head", tmp_path / "run" / "head", cache=cache)
     tokens = []
-    for drafter in ("none", "hybrid-head"):
+    for drafter in ("none", "head"):
         report = tmp_path / f"{drafter}.json"
         given = ["--prompt", "abc", "--max-new-tokens", 16, "--json", report, "--drafter", drafter]
         run("generate.py", *common, *given, "--head", tmp_path / "served", cache=cache)

@@ -196,13 +196,15 @@ def _add_parts(head: EagleHead, config: TrainConfig) -> None:
     has, added = head.config, {}
     if has.mask_token_id is None:
         added["mask_token_id"] = config.mask_token_id
-    if not has.markov_rank:
+    if config.markov_rank and not has.markov_rank:
         added["markov_rank"] = config.markov_rank
+    if not added:
+        return
     fresh = EagleHead(replace(has, **added), rngs=nnx.Rngs(config.seed))
     head.config = fresh.config
-    if has.mask_token_id is None:
+    if "mask_token_id" in added:
         head.mask_hidden = nnx.data(fresh.mask_hidden)
-    if not has.markov_rank:
+    if "markov_rank" in added:
         head.readout.markov = nnx.data(fresh.readout.markov)
 
 
