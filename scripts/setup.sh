@@ -28,5 +28,6 @@ constraints=scripts/constraints/py311.txt
 
 [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
 echo "installing into $venv (Python 3.$minor, versions of $constraints) ..."
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".$extras" 2>&1 |
+# compiling every file of every package takes as long as fetching them; Python compiles what it imports
+"$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c "$constraints" -e ".$extras" 2>&1 |
   { grep -v 'is ignored: it is neither a file nor a directory' || true; }

@@ -4,6 +4,7 @@
 #   bash scripts/test.sh [--oracle] [pytest arguments]
 #
 # --oracle also installs torch and transformers, whose own code the parity tests compare with (skipped without it).
+# VENV names another environment than .venv; one that already has pytest is used as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=test,train,notebook
@@ -11,6 +12,7 @@ if [ "${1:-}" = --oracle ]; then
   shift
   extras=test,train,notebook,oracle
 fi
-venv=${VENV:-.venv}
-bash scripts/setup.sh "$venv" "$extras"
-exec "$venv/bin/python" -m pytest "$@"
+if [ -z "${VENV:-}" ] || [ ! -x "$VENV/bin/pytest" ]; then
+  bash scripts/setup.sh "${VENV:-.venv}" "$extras"
+fi
+exec "${VENV:-.venv}/bin/python" -m pytest "$@"

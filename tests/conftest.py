@@ -60,5 +60,5 @@ def forget_compiled_programs():
     """XLA's CPU programs hold some hundred memory maps each, and Linux grants a process 65,530: give them back in time."""
     yield
     maps = Path("/proc/self/maps")  # takes a while to read
-    if next(tests_done) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+    if next(tests_done) % 2 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 35_000:
         jax.clear_caches()

@@ -51,6 +51,7 @@ def test_sampled_drafts_do_not_depend_on_slots():
         assert runs[0][index].rounds == runs[1][index].rounds
 
 
+@pytest.mark.thorough
 def test_nothing_is_compiled_anew_while_rows_are_refilled():
     list(generate_stream(TARGET, PROMPTS, slots=3, drafter=DRAFTERS["ngram"], **OPTIONS))
     before = decode._cache_size(), prefill._cache_size()

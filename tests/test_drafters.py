@@ -216,6 +216,7 @@ class HalfSilent(ReplayDrafter):
         return proposal.replace(length=jnp.where(odd, 0, proposal.length)), state
 
 
+@pytest.mark.thorough
 def test_a_row_without_proposals_does_not_keep_its_batch_probing():
     wrong = HalfSilent(num_draft=3, answer=jnp.full((2, 80), TARGET.vocab_size - 1))
     used = Adaptive(wrong, costs=(1.0, 3.0, 4.0), probe=8)

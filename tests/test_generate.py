@@ -87,6 +87,7 @@ def test_buckets_are_few_and_roomy():
     assert len(set(sizes)) <= 12
 
 
+@pytest.mark.thorough
 def test_statistics_derive():
     out = specjax.generate(
         TARGET, [[1, 2, 3]], drafter=specjax.DraftModel(TARGET, num_draft=3), max_new_tokens=16

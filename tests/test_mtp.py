@@ -326,6 +326,7 @@ def test_refused(tmp_path):
         specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(tiny_head(TARGET)), max_new_tokens=2)
 
 
+@pytest.mark.thorough
 def test_more_drafts_than_trained_for_are_worth_a_warning():
     head = tiny_mtp(TARGET, trained_depth=2)
     with pytest.warns(UserWarning, match="num_draft is 4, but the head was trained to draft 2"):

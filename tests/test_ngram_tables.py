@@ -164,6 +164,7 @@ def test_mod_equals_a_dictionary(text, prompt, counts):
             bad, table, learned = 0, {}, len(row) - 1
 
 
+@pytest.mark.thorough
 def test_mod_rows_share_what_they_learned():
     """The second row drafts what only the first one has seen; an emptied table drafts nothing."""
     state = MOD.init(TARGET, 2, SLOTS)
@@ -233,6 +234,7 @@ def test_suffix_equals_counting(text, prompt):
         assert got == slow_suffix(row, row, SUFFIX)[2]
 
 
+@pytest.mark.thorough
 def test_suffix_remembers_earlier_outputs():
     drafter = SUFFIX.remember([[1, 2, 3, 4, 5], [0, 2, 3, 1]])
     context = Context(

@@ -32,6 +32,7 @@ def place(tmp_path_factory):
     return write_folder(root / "model"), root / "cache"
 
 
+@pytest.mark.thorough
 def test_generate_writes_the_agreed_json(place, tmp_path):
     model, cache = place
     results = {}

@@ -7,6 +7,7 @@ import pytest
 from training.tiny import library_text, openings, train_tiny
 
 
+@pytest.mark.thorough
 def test_training_is_deterministic_and_learns():
     model, tokenizer, losses = train_tiny(updates=24)
     again, _, _ = train_tiny(updates=24)

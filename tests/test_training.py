@@ -214,7 +214,11 @@ def test_training_logits_are_draft_logits(name):
 
 
 @pytest.mark.parametrize("piece", [512, pytest.param(5, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("target", [TARGET, tiny_gpt_oss()], ids=["llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "target",
+    [TARGET, pytest.param(tiny_gpt_oss(), marks=pytest.mark.thorough)],
+    ids=["llama", "gpt-oss"],
+)
 def test_states_equal_the_targets_own_pass(target, piece, monkeypatch):
     """The trainer's pass without a cache against the decoder's."""
     monkeypatch.setattr("training.eagle3.PIECE", piece)

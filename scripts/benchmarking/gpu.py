@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,7 +232,9 @@ def measure_torch(shapes: Shapes) -> dict[str, float]:
       ImportError, RuntimeError: torch, transformers, CUDA or room for a second copy of the weights is not there.
     """
     import torch
-    import transformers
+
+    # by name: reading its thousand modules takes the type checker half a minute
+    transformers: Any = import_module("transformers")
 
     if not torch.cuda.is_available():
         raise RuntimeError("torch has no CUDA here")

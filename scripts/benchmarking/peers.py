@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def specjax_engine(target: Any, drafter: Any) -> Engine:
 def load_transformers(source: str) -> Any:
     """transformers' own model in float32: of a folder as it loads it, of a GGUF file with its dequantised weights."""
     import torch
-    import transformers
+
+    # by name: reading its thousand modules takes the type checker half a minute
+    transformers: Any = import_module("transformers")
 
     path = resolve(source)
     if path.is_dir():
