@@ -48,7 +48,8 @@ def write_setting(path: Path, advice: Advice, options: Options) -> None:
         "# Written by scripts/advise.py; use it with",
         f"#   python scripts/generate.py --config {path} --prompt TEXT",
         f"# {describe_device()}; batch {options.batch[0]}",
-        f"# expected {choice.prediction.speed_up:.2f}x over plain decoding"
+        ("# " if choice.pays else f"# nothing pays; the closest, {choice.trial.candidate.name}: ")
+        + f"expected {choice.prediction.speed_up:.2f}x over plain decoding"
         + (f", measured {choice.check.speed_up:.2f}x" if choice.check else ""),
     ]
     # of these plain values JSON and TOML write the same

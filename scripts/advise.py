@@ -209,11 +209,10 @@ def verdict(advice: Advice, options: Options) -> list[tuple[str, str]]:
         lines.append(
             ("Not for", ", ".join(against) or "nothing that was measured speaks against it")
         )
-        paying = max(b for b, c in sizes.items() if c.pays)
-        losing = [b for b in sizes if b > paying]
+        paying, losing = ([str(b) for b, c in sizes.items() if c.pays is p] for p in (True, False))
         if len(sizes) > 1:
-            end = f"; no more at {min(losing)}" if losing else ", the largest measured"
-            lines.append(("Batch", f"pays up to {paying}{end}"))
+            end = f"; not at {', '.join(losing)}" if losing else ", all that were measured"
+            lines.append(("Batch", f"pays at {', '.join(paying)}{end}"))
     if advice.drift[batch] > BUSY:
         lines.append(
             (

@@ -368,11 +368,18 @@ def advise(advisor: Advisor) -> Advice:
     memory = {}
     for batch in options.batch:
         at = options.temperature, batch
-        choice, drafter = choices[at], None
-        if choice.pays:
-            say(f"the best against plain decoding, batch {batch} ...", style="dim")
-            used = costs[batch][choice.trial.candidate.name]
-            choices[at] = choice = replace(choice, check=advisor.check(choice, used))
+        choice, drafter, left = choices[at], None, list(trials[options.temperature])
+        while choice.pays:  # where the best is refuted, the next one may still pay
+            name = choice.trial.candidate.name
+            say(f"{name} against plain decoding, batch {batch} ...", style="dim")
+            choice = replace(choice, check=advisor.check(choice, costs[batch][name]))
+            if choice.pays or choices[at].check is None:
+                choices[at] = choice
+            left.remove(choice.trial)
+            if choice.pays or not left:
+                break
+            choice = choose(left, costs[batch])
+        choice = choices[at]
         if choice.pays:
             drafter = choice.trial.candidate.make(choice.prediction.num_draft, curves[batch])
         memory[batch] = specjax.estimate_memory(

@@ -16,6 +16,7 @@ from common import (
     use_compilation_cache,
 )
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import specjax
@@ -36,7 +37,7 @@ class Options:
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
       slots: prompts that decode together.
       max_new_tokens: budget per prompt.
-      temperature: 0 takes the most likely token.
+      temperature: 0 takes the most likely token; prompts take several in turn, which makes a mixture.
       seed: of the random keys.
       limit: only the first prompts.
     """
@@ -48,7 +49,7 @@ class Options:
     num_draft: int | None = None
     slots: int = 16
     max_new_tokens: int = 256
-    temperature: float = 0.0
+    temperature: tuple[float, ...] = (0.0,)
     seed: int = 0
     limit: int | None = None
 
@@ -58,7 +59,20 @@ def main(options: Options) -> None:
     tokenizer = specjax.load_tokenizer(options.target)
     prompts = encode_conversations(options.prompts, tokenizer, options.limit)
     target = specjax.load_target(options.target)
-    known = len(read_completions(options.output))
+    sampling = [specjax.Sampling(temperature=t) for t in options.temperature]
+    if not sampling:
+        raise ValueError("temperature must be one number or more, got none")
+    done = read_completions(options.output)
+    for index, row in done.items():
+        if index >= len(prompts):  # of a run with a higher limit
+            continue
+        temperature = sampling[index % len(sampling)].temperature
+        if row["prompt"] != prompts[index] or row.get("temperature", temperature) != temperature:
+            raise ValueError(
+                f"output {options.output} holds an answer {index} to another prompt or at another temperature; "
+                "choose another file"
+            )
+    known = sum(index < len(prompts) for index in done)
     emitted = rounds = 0
     began = time.perf_counter()
     columns = (
@@ -87,13 +101,14 @@ def main(options: Options) -> None:
             options.output,
             extra=lambda c: {
                 "prompt": prompts[c.index],
+                "temperature": sampling[c.index % len(sampling)].temperature,
                 "text": tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True),
             },
             progress=show,
             slots=options.slots,
             drafter=make_drafter(options.drafter, options.num_draft),
             max_new_tokens=options.max_new_tokens,
-            sampling=specjax.Sampling(temperature=options.temperature),
+            sampling=[sampling[i % len(sampling)] for i in range(len(prompts))],
             key=options.seed,
             stop_token_ids=tokenizer.stop_token_ids,
         )
@@ -108,5 +123,5 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Options, description=__doc__))
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {error}")
+        console.print(f"[red]error:[/] {escape(str(error))}")
         sys.exit(1)

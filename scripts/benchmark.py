@@ -36,6 +36,7 @@ from common import (
     use_compilation_cache,
 )
 from rich.console import Console
+from rich.markup import escape
 
 import specjax
 from specjax.checkpoints.sources import built_in_heads
@@ -328,5 +329,5 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Options, description=__doc__))
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {error}")
+        console.print(f"[red]error:[/] {escape(str(error))}")
         sys.exit(1)

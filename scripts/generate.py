@@ -20,6 +20,7 @@ from common import (
     use_compilation_cache,
 )
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 import specjax
@@ -165,5 +166,5 @@ if __name__ == "__main__":
     try:
         main(parse())
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 from common import describe_device, encode_conversations, use_compilation_cache
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import specjax
@@ -86,5 +87,5 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Options, description=__doc__))
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {error}")
+        console.print(f"[red]error:[/] {escape(str(error))}")
         sys.exit(1)

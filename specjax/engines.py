@@ -49,7 +49,7 @@ class Names:
 
     Attributes:
       target, draft: hub ids.
-      head: folder or hub id of a head as it is served.
+      head: folder or hub id of a head as it is served; a built-in one must be exported first.
       target_file, draft_file: .gguf files.
     """
 
@@ -72,7 +72,7 @@ class Names:
         return cls(
             target=hub(target, "ORG/TARGET"),
             draft=hub(draft, "ORG/DRAFT"),
-            head=head or "ORG/HEAD",
+            head=str(head) if head and Path(head).exists() else hub(head, "ORG/HEAD"),
             target_file=file(target, "TARGET.gguf"),
             draft_file=file(draft, "DRAFT.gguf"),
         )
@@ -126,7 +126,7 @@ def _vllm(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> Desc
         case NGram():
             config = {
                 "method": "ngram",
-                "prompt_lookup_min": d.min_match,
+                "prompt_lookup_min": _shortest(d, 1, sampled),
                 "prompt_lookup_max": d.max_match,
             }
             note = "nearest: always as many drafts, and the earliest of equal matches"
@@ -225,7 +225,7 @@ def _tensorrt(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> 
             config = {"decoding_type": "SA"}
             note = "nearest: the longest match's continuation, not the most frequent"
         case DraftModel(tree=None):
-            config = {"decoding_type": "DraftTarget", "speculative_model": names.draft}
+            config = {"decoding_type": "Draft_Target", "speculative_model": names.draft}
         case MTP(tree=None):
             config, note = {"decoding_type": "MTP"}, INSIDE
         case Eagle3(tree=None):
@@ -235,15 +235,26 @@ def _tensorrt(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> 
     config["max_draft_len"] = d.num_draft
     if sampled and isinstance(d, DraftModel | Eagle3):
         config["use_rejection_sampling"] = True
-    paying = {b: min(k, d.num_draft) for b, k in by_batch.items() if k}
-    if paying and len(set(by_batch.values())) > 1:
-        if len(set(paying.values())) == 1:
+    # it drafts most at the smallest batch, and stops at one size for all larger ones
+    counts = [min(k, d.num_draft) for k in by_batch.values()]
+    paying = {b: k for b, k in zip(by_batch, counts, strict=True) if k}
+    if len(set(counts)) > 1:
+        if counts != sorted(counts, reverse=True):
+            note += "; that larger batches want more drafts cannot be told"
+        elif len(set(paying.values())) == 1:
             config["max_concurrency"] = max(paying)
         else:
+            config["max_draft_len"] = counts[0]
             config["draft_len_schedule"] = {str(b): k for b, k in paying.items()}
     content = shlex.quote(json.dumps({"speculative_config": config}))
     start = shlex.join([*serve, "--config", "speculation.yaml"])
     return f"echo {content} > speculation.yaml && {start}", note
+
+
+def _shortest(d: NGram, count: int, sampled: bool) -> int:
+    """The shortest match after which as many drafts are proposed as `count`, or the longest there is."""
+    matches = range(d.min_match, d.max_match + 1)
+    return next((m for m in matches if d.proposal_length(m, sampled) >= count), d.max_match)
 
 
 def _llama(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> Described:
@@ -265,8 +276,7 @@ def _llama(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> Des
             return shlex.join(start), "plain"
         case NGram():
             # llama.cpp drafts m tokens after every match of n: the shortest match that drafts as many here
-            matches = range(d.min_match, d.max_match + 1)
-            n = next((m for m in matches if d.proposal_length(m) >= d.num_draft), d.max_match)
+            n = _shortest(d, d.num_draft, sampled)
             line = lookup("simple", size_n=n, size_m=max(d.num_draft, n))
             if d.grow:
                 note = f"nearest: {max(d.num_draft, n)} drafts after a match of {n}, none after shorter ones"

@@ -8,6 +8,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -385,10 +386,17 @@ def test_engines_are_told_what_was_measured():
         value(llama, "--spec-type") == "draft-eagle3" and value(llama, "--spec-draft-n-max") == "3"
     )
 
+    # its validator wants the most drafts at the smallest batch, and knows no size below which there are none
+    tensorrt = told("eagle3", drafts_by_batch={1: 2, 8: 1, 32: 0})[2]
+    assert (tensorrt["max_draft_len"], tensorrt["draft_len_schedule"]) == (2, {"1": 2, "8": 1})
+    for growing in ({1: 0, 8: 3}, {1: 1, 8: 3}):
+        tensorrt = told("eagle3", drafts_by_batch=growing)[2]
+        assert not {"max_concurrency", "draft_len_schedule"} & set(tensorrt)
+
     vllm, sglang, tensorrt, _ = told("model", drafts_by_batch={1: 5, 4: 5, 16: 0})
     assert vllm["method"] == "draft_model" and vllm["model"] == "org/small"
     assert value(sglang, "--speculative-algorithm") == "STANDALONE"
-    assert tensorrt["max_concurrency"] == 4 and tensorrt["decoding_type"] == "DraftTarget"
+    assert tensorrt["max_concurrency"] == 4 and tensorrt["decoding_type"] == "Draft_Target"
     assert told("map-k")[3][-4:] == [
         "--spec-ngram-map-k-size-n",
         "12",
@@ -413,6 +421,10 @@ def test_local_models_become_placeholders(tmp_path):
             shlex.split(str(c.command)) for c in specjax.engine_commands(NGram(), target=source)
         ]
         assert all("ORG/TARGET" in w for w in words[:3]) and "TARGET.gguf" in words[3]
+    head = specjax.engine_commands(Eagle3(HEAD), target="a/b", head="smollm2-135m-eagle3")
+    assert engine_configs(head[0])["model"] == "ORG/HEAD"  # no server has the built-in ones
+    served = specjax.engine_commands(Eagle3(HEAD), target="a/b", head=str(tmp_path))
+    assert engine_configs(served[0])["model"] == str(tmp_path)
     found = specjax.engine_commands(NGram(), target="models/x y.gguf")
     assert "models/x y.gguf" in shlex.split(str(found[3].command))
     assert "ORG/TARGET" in shlex.split(str(found[0].command))
@@ -464,6 +476,51 @@ def spoken(found, options) -> dict[str, str]:
     return {label: Text.from_markup(line).plain for label, line in advise.verdict(found, options)}
 
 
+class Scripted:
+    """Measurements as an `Advisor` would take them, of two look-ups: the one that promises more, and one that is checked at
+    `speeds` as well."""
+
+    target, workloads = TARGET, {"edit": [[1, 2]]}
+    console = Console(quiet=True)
+
+    def __init__(self, **speeds: float):
+        self.options, self.speeds = advisor.Options(context=64), speeds
+        self.candidates = [
+            advisor.Candidate(name, 7, lambda k, _: NGram(num_draft=k), "look-up")
+            for name in speeds
+        ]
+
+    def measure_curve(self, batch):
+        return np.asarray([1.0, 1.2, 1.4, 1.6])
+
+    def round_costs(self, seconds, batch):
+        return RoundCosts((1, 2, 4, 8), tuple(seconds), batch=batch)
+
+    def measure_drafting(self, candidate, costs):
+        return 0.0, 0.0
+
+    def try_out(self, costs, temperature):
+        profiles = [AcceptanceProfile.geometric(rate, 7) for rate in (0.8, 0.7)]
+        return [
+            advisor.Trial(c, temperature, p, {"edit": p}, 1.0)
+            for c, p in zip(self.candidates, profiles, strict=True)
+        ]
+
+    def check(self, choice, costs):
+        return advisor.Check(self.speeds[choice.trial.candidate.name], {}, 0.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "name", "pays"),
+    [((1.5, 1.2), "first", True), ((0.9, 1.2), "second", True), ((0.9, 0.8), "first", False)],
+)
+def test_where_the_best_is_refuted_the_next_is_tried(speeds, name, pays):
+    scripted: Any = Scripted(first=speeds[0], second=speeds[1])
+    choice = advisor.advise(scripted).choices[0.0, 1]
+    assert (choice.trial.candidate.name, choice.pays) == (name, pays)
+    assert choice.check is not None and choice.check.speed_up == max(speeds[0], pays * speeds[1])
+
+
 def test_verdict_says_when_to_and_when_not(tmp_path):
     options = advisor.Options(batch=(1, 8), context=64, price_per_hour=2.0, target="org/name")
     found = made_up(costs_at_8=9.0, checked=1.8)
@@ -474,7 +531,7 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     assert f"the prediction is {ahead.speed_up / 1.8 - 1:+.0%} off" in said["Measured"]
     assert all(text in said["Not for"] for text in ("temperature 1 (", "chat (", "batch 8 ("))
     assert "edit" not in said["Not for"]
-    assert said["Batch"] == "pays up to 1; no more at 8"
+    assert said["Batch"] == "pays at 1; not at 8"
     prices = re.search(r"a million tokens ([\d.]+) plainly, ([\d.]+) as", said["Price"])
     assert prices is not None
     before, after = map(float, prices.groups())
@@ -506,7 +563,8 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     said = spoken(made_up(9.0, checked=0.98), options)
     assert said["Advice"].startswith("Do not speculate") and said["Measured"].startswith("0.98x")
     assert (
-        spoken(made_up(1.6, checked=1.8), options)["Batch"] == "pays up to 8, the largest measured"
+        spoken(made_up(1.6, checked=1.8), options)["Batch"]
+        == "pays at 1, 8, all that were measured"
     )
     at_one = advisor.Options(batch=(1, 8), context=64, temperature=1.0)
     found = made_up(9.0, checked=1.8, temperature=1.0)

@@ -80,8 +80,59 @@ def test_universal_layout(tmp_path):
     assert config["draft_vocab_size"] == 40
     assert config["rope_theta"] == 10000.0
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert config["torch_dtype"] == "bfloat16"
+
+
+def test_layer_ids_of_the_usual_taps_are_written_as_those_left(tmp_path):
+    target = tiny_target(layers=(LayerConfig(),) * 8)
+    specjax.save_head(tiny_head(target, taps=(2, 4, 5)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+
+
+def test_p_eagle_files_have_the_names_that_engines_look_for(tmp_path):
+    head = tiny_head(TARGET, mask_token_id=60, layers=(LayerConfig(),) * 2)
+    for layout, first in (("sglang", "midlayer"), ("speculators", "layers.0")):
+        specjax.save_head(head, tmp_path / layout, layout, target=TARGET)
+        tensors = load_file(tmp_path / layout / "model.safetensors")
+        assert tensors["mask_hidden"].shape == (1, 1, 96)
+        assert {f"{first}.hidden_norm.weight", "layers.1.input_layernorm.weight"} <= set(tensors)
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        assert (config["ptd_token_id"], config["mask_token_id"]) == (60, 60)
+        assert config["parallel_drafting"] is True
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "peagle"
+    assert config["norm_before_residual"] is False
+
+
+@pytest.mark.parametrize("place", ["top", "nested"])
+def test_aws_heads_name_the_layers_entered_wherever_they_do(place, tmp_path):
+    head = tiny_head(TARGET, mask_token_id=60)
+    specjax.save_head(head, tmp_path)
+
+    def as_aws(tensors, config):
+        ids = config.pop("eagle_aux_hidden_state_layer_ids")
+        for name in ("eagle_config", "mask_token_id", "num_aux_hidden_states", "num_depths"):
+            config.pop(name, None)
+        ids = {"eagle_aux_hidden_state_layer_ids": ids}
+        return tensors, config | (ids if place == "top" else {"eagle_config": ids})
+
+    rewritten(tmp_path, as_aws)
+    same(specjax.load_head(tmp_path, TARGET), head)
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_a_mask_token_has_three_names(name, tmp_path):
+    head = tiny_head(TARGET, mask_token_id=60)
+    specjax.save_head(head, tmp_path)
+
+    def renamed(tensors, config):
+        config = {k: v for k, v in config.items() if k not in ("mask_token_id", "ptd_token_id")}
+        return tensors, config | {name: 60}
+
+    rewritten(tmp_path, renamed)
+    same(specjax.load_head(tmp_path, TARGET), head)
 
 
 def test_rows_that_are_the_targets_need_not_be_written(tmp_path):
@@ -209,6 +260,9 @@ BROKEN = {
     "unknown": (lambda t, c: (t | {"fc.bias": np.zeros(32, np.float32)}, c), "unknown tensor fc.bias"),
     "misshapen": (lambda t, c: (t | {"norm.weight": np.zeros(31, np.float32)}, c), "expected shape \\(32,\\), got \\(31,\\)"),
     "no map": (drop("d2t"), "missing tensor d2t"),
+    "no map, tokens left out": (lambda t, c: ({k: v for k, v in t.items() if k != "d2t"} | {"lm_head.weight": np.zeros((61, 32), np.float32)}, c | {"draft_vocab_size": 61}), "t2d leaves tokens out"),
+    "one layer id": (put(eagle_aux_hidden_state_layer_ids=3), "layer ids must be a list of integers, got 3"),
+    "mask_hidden alone": (lambda t, c: (t | {"mask_hidden": np.zeros((1, 1, 96), np.float32)}, c), "is a P-EAGLE head's, but there is no mask token"),
     "absolute ids": (lambda t, c: (t | {"d2t": t["d2t"] + np.arange(40) + 30}, c), "must hold offsets"),
     "maps differ": (lambda t, c: (t | {"t2d": ~t["t2d"]}, c), "t2d and d2t name different tokens"),
     "ids differ": (put(eagle_aux_hidden_state_layer_ids=[1, 2, 2]), "contradict"),

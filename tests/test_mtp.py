@@ -14,6 +14,7 @@ from zoo import tiny_head, tiny_mtp, tiny_target
 import specjax
 from specjax.checkpoints import CheckpointError
 from specjax.drafters.base import Context, Observation
+from specjax.models.config import LayerConfig
 from specjax.sampling import Processors, Sampling, make_keys
 from training.config import TrainConfig
 from training.heads import MTP_FAMILIES, new_head
@@ -275,6 +276,21 @@ def test_gated_module_equals_transformers_layer(tmp_path):
     assert (np.asarray(ours.target_norm.weight[...]) == 1).all()
 
 
+@pytest.mark.parametrize("dialect", ["mimo", "speculators"])
+def test_a_second_module_is_refused(dialect, tmp_path):
+    write(tmp_path, dialect)
+    source = tmp_path / "head" if dialect == "speculators" else tmp_path
+    tensors = load_file(source / "model.safetensors")
+    second = {k.replace("mtp_layers.0.", "mtp_layers.1."): v for k, v in tensors.items()}
+    save_file(tensors | second, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unknown tensor unknown: .*mtp_layers\.1\."):
+        specjax.load_head(source)
+    if dialect == "speculators":  # where the file holds nothing but the module
+        save_file(tensors | {"stray": np.zeros(2, np.float32)}, source / "model.safetensors")
+        with pytest.raises(CheckpointError, match="stray"):
+            specjax.load_head(source)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"draft_vocab_size": 61}, {"post_norm": False}, {"zero_first": True}]
 )
@@ -322,6 +338,12 @@ def test_refused(tmp_path):
     refuse("mtp_hidden must be", mtp_hidden="behind")
     refuse("made for another target", vocab_size=64)
     refuse("unknown tensor", tensors | {f"model.layers.{layers}.gate.weight": np.zeros(3)})
+    specjax.save_head(head, tmp_path)
+    with pytest.raises(ValueError, match=r"made for another target: taps \[2\]"):
+        specjax.load_head(tmp_path, tiny_target(layers=(LayerConfig(),) * 3))
+    with pytest.raises(ValueError, match="head must be an EagleHead, got MTPHead"):
+        drafter = specjax.PEagle(head)  # pyright: ignore
+        specjax.generate(TARGET, [[1, 2]], drafter=drafter, max_new_tokens=2)
     with pytest.raises(ValueError, match="head must be an MTPHead"):
         specjax.generate(TARGET, [[1, 2]], drafter=specjax.MTP(tiny_head(TARGET)), max_new_tokens=2)
 

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 from safetensors.numpy import load_file
 from test_heads import golden
-from zoo import tiny_gpt_oss, tiny_head, tiny_target
+from zoo import tiny_gpt_oss, tiny_head, tiny_mtp, tiny_target
 
 import specjax
 from specjax.models.config import LayerConfig
@@ -183,11 +183,12 @@ def sequence(seed, size, length, target=TARGET):
 HEADS = {
     "plain": {},
     "variants": {
-        "layers": (LayerConfig(window=6), LayerConfig()),
+        "layers": (LayerConfig(window=3), LayerConfig()),  # less than the steps
         "fc_norm": True,
         "norm_output": True,
         "norm_before_residual": True,
     },
+    "mtp": {},
 }
 
 
@@ -195,7 +196,8 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_training_logits_are_draft_logits(name):
     """Law 7: step k at anchor t is the (k + 1)-th draft after x[t + 1], with the true tokens forced."""
-    head, batch = tiny_head(TARGET, **HEADS[name]), sequence(0, 14, 14)
+    make = tiny_mtp if name == "mtp" else tiny_head
+    head, batch = make(TARGET, **HEADS[name]), sequence(0, 14, 14)
     taps, _ = hidden_states(TARGET, batch, head.config.taps)
     steps = 4
     trained = head.logits(jax.jit(unroll, static_argnums=4)(head, TARGET, batch, taps, steps))

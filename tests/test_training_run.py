@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import os
 import signal
@@ -182,7 +183,8 @@ def parts(self, *given):
 if sys.argv[4] == "kill":
     training.source.Source.parts = parts
 features = {"features": "offline", "feature_folder": Path(sys.argv[3])}
-t.run(t.config(Path(sys.argv[1]), Path(sys.argv[2]), **features))
+settings = t.config(Path(sys.argv[1]), Path(sys.argv[2]), **features)
+t.train(settings, target=t.TARGET, stop_token_ids=())
 """
 
 
@@ -204,6 +206,7 @@ def test_killed_run_resumes_bit_identical(data, features, whole, tmp_path):
             [*command, str(here), str(here.parent)], capture_output=True, text=True
         )
         assert done.returncode == code, done.stderr
+    assert "going on after update 3" in done.stdout
     same(specjax.load_head(tmp_path / "head", TARGET), whole.head)
 
 
@@ -443,11 +446,12 @@ def test_packing_keeps_every_document(tmp_path):
     for size in random.integers(2, 30, 200):
         tokens = random.integers(0, 61, size).astype(np.int32)
         examples.append(Example(tokens, random.random(size) < 0.5))
-        examples[-1].wanted[-1] = True
+        examples[-1].wanted[-2:] = True
     examples.append(Example(np.zeros(LENGTH + 1, np.int32), np.ones(LENGTH + 1, bool)))
     examples.append(Example(np.zeros(5, np.int32), np.zeros(5, bool)))
+    examples.append(answer_example([1, 2], [3]))  # its one token only follows what is given
     summary = prepare(iter(examples), tmp_path, length=LENGTH, source="x", valid_share=0.1)
-    assert (summary.too_long, summary.masked) == (1, 1)
+    assert (summary.too_long, summary.masked) == (1, 2)
     assert read_summary(tmp_path) == summary
     found = []
     for split in ("train", "valid"):
@@ -457,7 +461,7 @@ def test_packing_keeps_every_document(tmp_path):
             for number in range(1, row["document"].max() + 1):
                 at = row["document"] == number
                 found.append((row["tokens"][at].tolist(), row["wanted"][at].tolist()))
-    right = [(e.tokens.tolist(), e.wanted.tolist()) for e in examples[:-2]]
+    right = [(e.tokens.tolist(), e.wanted.tolist()) for e in examples[:-3]]
     assert sorted(found) == sorted(right)
     full = sum(summary.tokens.values()) / (LENGTH * sum(summary.sequences.values()))
     assert full > 0.85
@@ -535,13 +539,25 @@ def chat_tokenizer():
         ('{"prompt": [1.5], "response": [1]}', "2: prompt must hold token ids in 0..300, got 1.5"),
         ('{"text": "x"}', "2: text must have at least 2 tokens"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "2: no assistant turn"),
+        ('{"messages": []}', "2: messages must be a non-empty list"),
+        (b'{"text": "\xff"}', "2: .*can't decode"),
     ],
 )
 def test_malformed_lines_are_named(line, message, tmp_path):
     path = tmp_path / "d.jsonl"
-    path.write_text('{"prompt": [1, 2], "response": [3]}\n' + line + "\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b'{"prompt": [1, 2], "response": [3]}\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"d.jsonl:{message}"):
         list(read_examples(path, chat_tokenizer()))
+
+
+def test_damaged_archives_are_named(tmp_path):
+    whole = gzip.compress(b'{"prompt": [1, 2], "response": [3]}\n' * 1000)
+    path = tmp_path / "d.jsonl.gz"
+    for content, message in ((whole[:-20], "damaged: "), (b"{}", "after line 0: damaged: Not a")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"d\.jsonl\.gz, .*{message}"):
+            list(read_examples(path, chat_tokenizer()))
 
 
 def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
@@ -563,6 +579,10 @@ def test_all_tokens_of_a_document_can_be_wanted(tmp_path):
     assert answered.wanted.tolist() == [False, True, True]
     with pytest.raises(ValueError, match="1: expected messages, text, or prompt"):
         list(read_examples(path, tokenizer))
+    for bad in ('{"turns": "hello there"}', '{"turns": []}'):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match="1: turns must be a list of texts"):
+            list(read_examples(path, tokenizer, whole=True))
 
 
 def test_features_are_validated(data, tmp_path):
@@ -611,8 +631,16 @@ def test_config_files(tmp_path):
         ('objective = "mse"', "objective must be one of kl, ce, nla, lk_hybrid; got 'mse'"),
         ("batch_size = 6\naccumulate = 4", "batch_size must be a multiple of"),
         ("learning_rate = -1.0", "learning_rate must be positive"),
-        ("steps = 3.5", "steps must be int, got 3.5"),
-        ('fc_norm = "false"', "fc_norm must be bool, got 'false'"),
+        ("steps = 3.5", "steps must be int; got 3.5"),
+        ('fc_norm = "false"', "fc_norm must be bool; got 'false'"),
+        ('compute_dtype = "bf16"', "must be one of float32, bfloat16 or left out; got 'bf16'"),
+        ("max_updates = 2.5", "max_updates must be int or left out; got 2.5"),
+        ("taps = 5", "taps must be a list of int or left out; got 5"),
+        ('taps = ["a"]', "taps must be a list of int"),
+        ("decode_prompts = 5", "decode_prompts must be Path or left out; got 5"),
+        ("weight_decay = nan", "weight_decay must be a finite number; got nan"),
+        ("keep = 0", "keep must be in"),
+        ("keep_least = 1.5", "keep_least must be in"),
         ("max_updates = -1", "max_updates must be at least 1"),
         ("taps = []", "taps must name at least one layer"),
         ("steps =", "not TOML"),
@@ -620,6 +648,11 @@ def test_config_files(tmp_path):
         path.write_text(f'target = "t"\ndata = "d"\noutput = "o"\n{line}\n')
         with pytest.raises(ValueError, match=message):
             read_config(path)
+    path.write_text(
+        'target = "t"\ndata = "d"\noutput = "o"\nrecipe = "p_eagle"\nmask_token_id = 3\nsteps = 5\n'
+    )
+    published = read_config(path)
+    assert (published.num_layers, published.steps, published.train_embedding) == (4, 5, True)
 
 
 def test_best_and_latest_checkpoints_are_kept(tmp_path):

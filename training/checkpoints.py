@@ -1,6 +1,8 @@
 """Checkpoints of a run: the whole state and the place in the data, saved beside the training."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ class RunCheckpoints:
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self._lock = FileLock(folder / ".lock")  # the system frees it however the process ends
         try:
             self._lock.acquire(timeout=0)
@@ -80,11 +83,12 @@ class RunCheckpoints:
         """
         if update == self.latest:
             return
-        self._checkpointer.save_checkpointables_async(
-            update,
-            {"state": state, "data": data},
-            metrics=None if length is None else {"length": length},
-        )
+        with self._room():
+            self._checkpointer.save_checkpointables_async(
+                update,
+                {"state": state, "data": data},
+                metrics=None if length is None else {"length": length},
+            )
 
     def load(self, like: Any, data: Any = None, update: int | None = None) -> Any:
         """A saved state, in the shapes and places of `like`; `data` is moved to where it was."""
@@ -95,7 +99,20 @@ class RunCheckpoints:
 
     def wait(self) -> None:
         """Until nothing is being saved."""
-        self._checkpointer.wait()
+        with self._room():
+            self._checkpointer.wait()
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Says in one line what the storage library says of a full disk in pages."""
+        try:
+            yield
+        except ValueError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) and "No space left" not in str(error):
+                raise
+            raise OSError(
+                f"{self._folder}: no room for a checkpoint; the last whole one is kept, and the same command goes on from it"
+            ) from error
 
     def close(self) -> None:
         self._checkpointer.close()

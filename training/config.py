@@ -1,10 +1,12 @@
 """One training run as data: a TOML file, or arguments of a command."""
 
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from training.losses import Objective
 
@@ -13,7 +15,7 @@ Recipe = Literal["eagle3", "p_eagle", "mtp"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run of a head.
+    """A training run of a head. A file of a P-EAGLE run that leaves them out gets the published shape, `PUBLISHED`.
 
     Attributes:
       recipe: `eagle3` (the training-time test), `p_eagle` (all drafts in one pass) or `mtp` (the training-time test of
@@ -32,7 +34,7 @@ class TrainConfig:
       train_embedding: whether the head has an embedding of its own, which starts as the target's and is trained.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
       start_from: a built-in head's name or a head's folder to go on from. P-EAGLE may start from an EAGLE-3 head, and from one
-        of its own without `markov_rank`.
+        of its own without `markov_rank` or an embedding of its own. Its shape must be the one that is asked for here.
       mask_token_id: P-EAGLE's mask token: one that never occurs; its embedding is the target's.
       markov_rank: of P-EAGLE's correction by the draft before; 0 is none.
       partitions: parts of P-EAGLE's elements that pass one after the other, to save memory.
@@ -109,12 +111,8 @@ class TrainConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            kinds: dict[Any, Any] = {bool: bool, int: int, float: (int, float)}
-            kind = kinds.get(field.type)
-            if kind and (not isinstance(value, kind) or (kind is not bool and value is True)):
-                name = getattr(field.type, "__name__", field.type)
-                raise ValueError(f"{field.name} must be {name}, got {value!r}")
+            if not _is_of(value := getattr(self, field.name), field.type):
+                raise ValueError(f"{field.name} must be {_said(field.type)}; got {value!r}")
         whole = ("steps", "batch_size", "accumulate", "num_layers", "log_every", "save_every")
         whole += (
             "evaluate_every",
@@ -161,13 +159,37 @@ class TrainConfig:
                 f"batch_size must be a multiple of accumulate x data_parallel = "
                 f"{self.accumulate * self.data_parallel}, got {self.batch_size}"
             )
-        for field in fields(self):
-            choices, value = get_args(field.type), getattr(self, field.name)
-            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
-                raise ValueError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _said(kind: Any) -> str:
+    """An annotation in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_said(option) for option in get_args(kind))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        return f"a list of {_said(get_args(kind)[0])}"
+    return {type(None): "left out", float: "a finite number"}.get(kind, kind.__name__)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotation as `TrainConfig` has them; numbers are finite, and a name may stand for a path."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, option) for option in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(x, get_args(kind)[0]) for x in value)
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind is Path:
+        return isinstance(value, str | Path)
+    return type(value) is kind
 
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+PUBLISHED = {"p_eagle": {"num_layers": 4, "steps": 8, "train_embedding": True}}
+"""What a recipe's released heads have where they differ from EAGLE-3's (P-EAGLE: arXiv 2602.01469)."""
 PATHS = ("data", "output", "feature_folder", "start_from", "decode_prompts")
 
 
@@ -192,12 +214,13 @@ def read_config(path: Path, **overrides: Any) -> TrainConfig:
     if problems:
         raise ValueError("\n  ".join([f"{path}:", *problems]))
     row |= {name: value for name, value in overrides.items() if value is not None}
+    row = PUBLISHED.get(str(row.get("recipe")), {}) | row
     if missing := [name for name in ("target", "data", "output") if name not in row]:
         raise ValueError(f"{path}: missing {', '.join(missing)}")
     for name in PATHS:
-        if row.get(name) is not None:
+        if isinstance(row.get(name), str):
             row[name] = Path(row[name])
-    if row.get("taps") is not None:
+    if isinstance(row.get("taps"), list):
         row["taps"] = tuple(row["taps"])
     try:
         return TrainConfig(**row)

@@ -4,6 +4,8 @@ A prepared folder holds `train.array_record`, `valid.array_record` and `dataset.
 int32[3, T] of tokens, wanted flags and document numbers. Grain reads them in an order that depends on the seed alone.
 """
 
+import contextlib
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +17,6 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from specjax.checkpoints.tokenizer import Tokenizer
-from training.files import write_json
 
 SPLITS = ("train", "valid")
 
@@ -120,12 +121,15 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, whole: bool = False) -> I
 
     opener = gzip.open if path.suffix == ".gz" else open
     opening = chat_opening(tokenizer) if whole else None
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield _example(json.loads(line), tokenizer, opening)
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
+    number = 0
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 (for the message)
+                yield _example(json.loads(line.decode()), tokenizer, opening)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}:{number}: {error}") from error
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, after line {number}: damaged: {error}") from error
 
 
 def _example(row: Any, tokenizer: Tokenizer, opening: Sequence[int] | None) -> Example:
@@ -133,7 +137,12 @@ def _example(row: Any, tokenizer: Tokenizer, opening: Sequence[int] | None) -> E
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {str(row)[:60]}")
     if opening is not None and ("messages" in row or "turns" in row):
-        messages = row.get("messages") or [{"role": "user", "content": t} for t in row["turns"][:1]]
+        messages = row.get("messages")
+        if messages is None:
+            turns = row["turns"]
+            if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+                raise ValueError(f"turns must be a list of texts, got {str(turns)[:40]!r}")
+            messages = [{"role": "user", "content": turns[0]}]
         tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
         return _whole(tokens, opening)
     if opening is not None and "prompt" in row:
@@ -159,9 +168,10 @@ class Summary:
       length: T.
       documents, sequences, tokens, wanted: counts by split.
       too_long: documents longer than T, left out.
-      masked: documents without a wanted token, left out.
+      masked: documents without two wanted tokens in a row, left out: the second is what a head's first draft learns.
       vocabulary: how often each token was wanted in the training split, by id.
       source: where the tokenizer came from.
+      digests: SHA-256 of each split's sequences.
     """
 
     length: int
@@ -173,6 +183,7 @@ class Summary:
     too_long: int = 0
     masked: int = 0
     vocabulary: dict[int, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     def draft_vocabulary(self, size: int, always: Iterable[int] = ()) -> np.ndarray:
         """The ids of a draft vocabulary, ascending: `always`, then the most frequent, then the lowest unused.
@@ -219,7 +230,8 @@ def prepare(
       seed: of that choice.
 
     Raises:
-      ValueError: no document with a wanted token fits.
+      ValueError: no document with something to learn fits.
+      OSError: no room; what an earlier preparation left is as it was.
     """
     if length < 4:
         raise ValueError(f"length must be at least 4, got {length}")
@@ -234,13 +246,20 @@ def prepare(
         split: ArrayRecordWriter(str(path), "group_size:1") for split, path in partial.items()
     }
     packers = {split: Packer(length) for split in SPLITS}
+    digests = {split: hashlib.sha256() for split in SPLITS}
+
+    def write(split: str, packed: np.ndarray) -> None:
+        writers[split].write(packed.tobytes())
+        digests[split].update(packed.tobytes())
+        summary.sequences[split] += 1
+
     try:
         for example in examples:
             drawn = chance.random() < valid_share
             if example.tokens.size > length:
                 summary.too_long += 1
                 continue
-            if not example.wanted.any():
+            if not (example.wanted[1:] & example.wanted[:-1]).any():
                 summary.masked += 1
                 continue
             # the first one in any case: without validation nobody would see what training does
@@ -252,30 +271,33 @@ def prepare(
             if split == "train":
                 counts.update(example.tokens[example.wanted].tolist())
             for packed in packers[split].add(example):
-                writers[split].write(packed.tobytes())
-                summary.sequences[split] += 1
+                write(split, packed)
         for split in SPLITS:
             for packed in packers[split].rest():
-                writers[split].write(packed.tobytes())
-                summary.sequences[split] += 1
-    except BaseException:
+                write(split, packed)
+        for writer in writers.values():
+            writer.close()
+        summary.vocabulary = dict(sorted(counts.items()))
+        summary.digests = {split: digest.hexdigest() for split, digest in digests.items()}
+        if not summary.sequences["train"]:
+            raise ValueError(
+                f"nothing to train on: {summary.too_long} documents are longer than {length} tokens, {summary.masked} have "
+                f"nothing to learn, {summary.documents['valid']} are kept for validation"
+            )
+        described = folder / "dataset.json.partial"
+        described.write_text(json.dumps(asdict(summary), indent=1, sort_keys=True) + "\n")
+        # from here on nothing needs room
         for split, path in partial.items():
-            writers[split].close()
+            path.replace(folder / f"{split}.array_record")
+        described.replace(folder / "dataset.json")
+    except RuntimeError as error:  # array_record's word for a full disk
+        raise OSError(f"{folder}: could not be written: {error}") from error
+    finally:
+        for split, path in partial.items():
+            with contextlib.suppress(RuntimeError):
+                writers[split].close()
             path.unlink(missing_ok=True)
-        raise
-    for writer in writers.values():
-        writer.close()
-    summary.vocabulary = dict(sorted(counts.items()))
-    if not summary.sequences["train"]:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
-        raise ValueError(
-            f"nothing to train on: {summary.too_long} documents are longer than {length} tokens, {summary.masked} have no "
-            f"wanted token, {summary.documents['valid']} are kept for validation"
-        )
-    for split, path in partial.items():
-        path.replace(folder / f"{split}.array_record")
-    write_json(folder / "dataset.json", asdict(summary))
+        (folder / "dataset.json.partial").unlink(missing_ok=True)
     return summary
 
 

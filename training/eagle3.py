@@ -85,8 +85,10 @@ def attend_anchors(
         scores = scores * scale
         return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
-    own_keys = jnp.stack(keys[1:], axis=3) if step else None  # [B, Hkv, T, k, Dh]
-    own_values = jnp.stack(values[1:], axis=3) if step else None
+    # of later steps, as far as the window reaches back
+    near = slice(1, None) if window is None else slice(max(1, step + 1 - window), None)
+    own_keys = jnp.stack(keys[near], axis=3) if step else None  # [B, Hkv, T, k, Dh]
+    own_values = jnp.stack(values[near], axis=3) if step else None
 
     def piece(start: int, stop: int, query: Array, key: Array, value: Array, own: Any) -> Array:
         at, to = jnp.arange(start, stop)[:, None], jnp.arange(stop)

@@ -200,6 +200,9 @@ def write_features(
         row = json.loads(mark.read_text())
         done = row["done"] if row["identity"] == identity else 0
     need = feature_bytes(target, count, length, taps)
+    if not done:
+        for name in ("states.npy", "totals.npy", "best.npy"):  # of a writing that did not come far
+            (folder / name).unlink(missing_ok=True)
     if not done and (free := shutil.disk_usage(folder).free) < need * 1.02:
         raise OSError(
             f"{folder}: the features of {count} sequences need {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"

@@ -35,9 +35,14 @@ def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -
     if ids is not None:
         head.ids = nnx.Variable(jnp.asarray(ids))
     if head.embedding is not None:
-        table = target.lookup(jnp.arange(target.vocab_size)[None])[0]
-        head.embedding = nnx.Param(jnp.array(table, jnp.float32, copy=True))
+        head.embedding = _embedding(target)
     return head
+
+
+def _embedding(target: Transformer) -> nnx.Param:
+    """The target's table, apart from it."""
+    table = target.lookup(jnp.arange(target.vocab_size)[None])[0]
+    return nnx.Param(jnp.array(table, jnp.float32, copy=True))
 
 
 def _exported(ropes: tuple[Rope, ...]) -> tuple[Rope, ...]:
@@ -153,22 +158,23 @@ def make_head(
 ) -> Head:
     """The head that a run starts from."""
     if config.start_from is not None:
-        return _continued(load_head(config.start_from, target, dtype=jnp.float32), config)
+        head = load_head(config.start_from, target, dtype=jnp.float32)
+        return _continued(head, config, target)
     size = config.draft_vocab_size
     whole = size in (0, target.vocab_size)
     return new_head(config, target, None if whole else summary.draft_vocabulary(size, stops))
 
 
-def _continued(head: Head, config: TrainConfig) -> Head:
+def _continued(head: Head, config: TrainConfig, target: Transformer) -> Head:
     """A trained head for a further run; an EAGLE-3 head may go on as P-EAGLE, whose first slot it is already, and a P-EAGLE
-    head may gain the correction by the draft before.
+    head may gain an embedding of its own and the correction by the draft before.
 
     Raises:
       ValueError: another kind of head, or of another shape, than the run is to train.
     """
     head = jax.tree.map(lambda x: jnp.array(x, copy=True), head)  # it is donated
     if isinstance(head, EagleHead) and config.recipe == "p_eagle":
-        _add_parts(head, config)
+        _add_parts(head, config, target)
     kind = "mtp"
     if isinstance(head, EagleHead):
         kind = "eagle3" if head.config.mask_token_id is None else "p_eagle"
@@ -177,7 +183,14 @@ def _continued(head: Head, config: TrainConfig) -> Head:
             f"start_from {config.start_from} is a head of {kind}, got recipe {config.recipe}"
         )
     has = head.config
-    wanted = {"num_layers": (has.decoder.num_layers, config.num_layers)}
+    wanted: dict[str, tuple[Any, Any]] = {
+        "num_layers": (has.decoder.num_layers, config.num_layers),
+        "train_embedding": (has.own_embedding, config.train_embedding),
+    }
+    if config.taps is not None:
+        wanted["taps"] = (has.taps, config.taps)
+    if config.mlp_size is not None:
+        wanted["mlp_size"] = (has.decoder.mlp_size, config.mlp_size)
     if config.draft_vocab_size:
         wanted["draft_vocab_size"] = (has.draft_vocab_size, config.draft_vocab_size)
     if isinstance(has, EagleConfig):
@@ -191,13 +204,16 @@ def _continued(head: Head, config: TrainConfig) -> Head:
     return trained
 
 
-def _add_parts(head: EagleHead, config: TrainConfig) -> None:
-    """Gives a head what P-EAGLE's later slots read and it lacks; the correction changes nothing until it is trained."""
+def _add_parts(head: EagleHead, config: TrainConfig, target: Transformer) -> None:
+    """Gives a head what P-EAGLE's later slots read and it lacks; the correction and the embedding, a copy of the target's,
+    change nothing until they are trained."""
     has, added = head.config, {}
     if has.mask_token_id is None:
         added["mask_token_id"] = config.mask_token_id
     if config.markov_rank and not has.markov_rank:
         added["markov_rank"] = config.markov_rank
+    if config.train_embedding and not has.own_embedding:
+        added["own_embedding"] = True
     if not added:
         return
     fresh = EagleHead(replace(has, **added), rngs=nnx.Rngs(config.seed))
@@ -206,6 +222,8 @@ def _add_parts(head: EagleHead, config: TrainConfig) -> None:
         head.mask_hidden = nnx.data(fresh.mask_hidden)
     if "markov_rank" in added:
         head.readout.markov = nnx.data(fresh.readout.markov)
+    if "own_embedding" in added:
+        head.embedding = nnx.data(_embedding(target))
 
 
 def is_trained(readout: bool, name: str) -> bool:

@@ -81,7 +81,7 @@ def train(
     Raises:
       ValueError: settings that do not fit the target, the data or what lies in the output folder.
       TrainingStopped: interrupted; a loss that is no number, or stalled: the last good checkpoint is kept.
-      OSError: no room for features or a checkpoint.
+      OSError: no room for features or a checkpoint; the checkpoints before it are kept.
     """
     console = console or Console(highlight=False)
     # the frozen target computes as the head does

@@ -79,11 +79,13 @@ def layout(
       partitions: what the numbers must be multiples of.
 
     Raises:
-      ValueError: shares outside (0, 1].
+      ValueError: shares outside (0, 1], more parts than anchors.
     """
-    for name, value in (("ratio", ratio), ("density", density)):
+    for name, value in (("ratio", ratio), ("floor", floor), ("density", density)):
         if not 0 < value <= 1:
             raise ValueError(f"{name} must be in (0, 1], got {value}")
+    if partitions > length:
+        raise ValueError(f"partitions must be at most the {length} tokens, got {partitions}")
     shares = [max(ratio**d, floor) for d in range(1, depths)]
     counts = (int(length * density * share) // partitions * partitions for share in shares)
     return Layout(tuple(max(partitions, n) for n in counts))

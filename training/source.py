@@ -52,6 +52,7 @@ class Source:
                 "target": config.target,
                 "sequences": len(sequences),
                 "tokens": summary.tokens[part],
+                "digest": summary.digests.get(part),
             }
             folder = root / part
             if not (folder / "features.json").is_file():

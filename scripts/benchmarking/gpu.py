@@ -10,7 +10,6 @@ B rows, T tokens, S steps.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -288,22 +287,33 @@ def measure_gpu(name: ShapeName, repeats: int, console: Console) -> dict[str, An
             return
         try:
             result[key] = measure()
-        except (
-            ImportError,
-            RuntimeError,
-        ) as reason:  # no torch, or no room for it or for this stage
+        except KeyError as missing:
+            result["skipped"][key] = f"it needs {missing}, which was skipped"
+        except (ImportError, RuntimeError) as reason:  # no torch, or no room
             result["skipped"][key] = str(reason).split("\n")[0]
         console.print(f"[dim]{key}: done after {time.perf_counter() - began:.0f} s[/]")
 
     stage("copy_bandwidth", lambda: copy_bandwidth(shapes.copied))
     stage("product_flops", lambda: product_flops(shapes.product))
-    target = Transformer(shapes.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    stage("plain", lambda: measure_plain(target, result["copy_bandwidth"]))
-    stage("curve", lambda: measure_curve(target, repeats))
-    drafter = specjax.Eagle3(in_dtype(random_head(target, shapes)[1], target.dtype), NUM_DRAFT)
+    made: dict[str, Any] = {}
+
+    def build() -> int:
+        """Bytes of the target and the head."""
+        target = Transformer(shapes.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        head = in_dtype(random_head(target, shapes)[1], target.dtype)
+        made.update(target=target, drafter=specjax.Eagle3(head, NUM_DRAFT))
+        return tree_bytes((target, head))
+
+    stage("weights", build)
+    stage("plain", lambda: measure_plain(made["target"], result["copy_bandwidth"]))
+    stage("curve", lambda: measure_curve(made["target"], repeats))
     for batch in shapes.batches:
-        stage(f"batch {batch}", partial(measure_batch, target, drafter, batch, shapes.tokens))
-    stage("training", lambda: measure_training(target, shapes, result["product_flops"]))
+
+        def measure(batch: int = batch) -> dict[str, float]:
+            return measure_batch(made["target"], made["drafter"], batch, shapes.tokens)
+
+        stage(f"batch {batch}", measure)
+    stage("training", lambda: measure_training(made["target"], shapes, result["product_flops"]))
     stage("torch", lambda: measure_torch(shapes))
     for table in gpu_tables(result):
         console.print(table)
@@ -315,8 +325,10 @@ def measure_gpu(name: ShapeName, repeats: int, console: Console) -> dict[str, An
 def gpu_tables(result: dict[str, Any]) -> Sequence[Table]:
     title = f"Shapes of {result['shapes']}, random bfloat16 weights"
     table = Table("", "measured", "limit", "reached", title=title)
-    table.add_row("copy", f"{result['copy_bandwidth'] / 1e9:.3g} GB/s", "", "")
-    table.add_row("bfloat16 product", f"{result['product_flops'] / 1e12:.3g} TFLOP/s", "", "")
+    if copied := result.get("copy_bandwidth"):
+        table.add_row("copy", f"{copied / 1e9:.3g} GB/s", "", "")
+    if flops := result.get("product_flops"):
+        table.add_row("bfloat16 product", f"{flops / 1e12:.3g} TFLOP/s", "", "")
     if plain := result.get("plain"):
         table.add_row(
             "plain decoding, batch 1",

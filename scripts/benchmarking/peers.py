@@ -6,6 +6,7 @@ never replaced.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,8 @@ class Transformers:
     """Hugging Face transformers' `generate`, plainly and with what it has to offer; one model for all."""
 
     def __init__(self, entry: Entry):
-        try:
-            import torch
-        except ImportError as error:
-            raise CannotTakePart(str(error)) from error
+        import torch
+
         torch.set_num_threads(entry.threads)
         self.entry, self.model = entry, load_transformers(entry.source)
         self.model.generation_config.eos_token_id = None  # as many tokens as were asked for
@@ -150,7 +150,9 @@ def gguf_file(source: str) -> Path:
 def float32_gguf(source: str) -> Path:
     """A GGUF file's model dequantised into a float32 one in the cache folder; made once."""
     stored = gguf_file(source)
-    path = cache_dir() / "models" / f"{stored.stem}-f32.gguf"
+    place = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"
+    digest = hashlib.sha256(place.encode()).hexdigest()[:12]
+    path = cache_dir() / "models" / f"{stored.stem}-{digest}-f32.gguf"
     if path.is_file():
         return path
     reader = gguf.GGUFReader(stored)
@@ -192,24 +194,23 @@ def try_llama_cpp(entry: Entry, float32: bool, lookup: bool) -> None:
 
 def llama_cpp_engine(entry: Entry, *, float32: bool, lookup: bool) -> Engine:
     """llama.cpp, if it does not end the process that it runs in (as builds for other processors do)."""
-    engine = load_llama_cpp(entry, float32, lookup)
+    if find_spec("llama_cpp") is None:
+        raise CannotTakePart("No module named 'llama_cpp'")
     if code := exit_code(try_llama_cpp, entry, float32, lookup):
         raise CannotTakePart(f"a process that tried it ended with exit code {code}")
-    return engine
+    return load_llama_cpp(entry, float32, lookup)
 
 
 def load_llama_cpp(entry: Entry, float32: bool, lookup: bool) -> Engine:
     """llama.cpp through llama-cpp-python, with float32 weights or the file's own, as many threads."""
-    try:
-        import llama_cpp  # pyright: ignore[reportMissingImports] (optional)
-        from llama_cpp.llama_speculative import (  # pyright: ignore[reportMissingImports]
-            LlamaPromptLookupDecoding,
-        )
-    except ImportError as error:
-        raise CannotTakePart(str(error)) from error
+    import llama_cpp  # pyright: ignore[reportMissingImports] (optional)
+    from llama_cpp.llama_speculative import (  # pyright: ignore[reportMissingImports]
+        LlamaPromptLookupDecoding,
+    )
+
     model = llama_cpp.Llama(
         str((float32_gguf if float32 else gguf_file)(entry.source)),
-        n_ctx=2048,
+        n_ctx=0,  # the model's own
         n_threads=entry.threads,
         n_threads_batch=entry.threads,
         # two drafts are what its documentation advises without a GPU
@@ -257,8 +258,9 @@ def make_peers(entry: Entry) -> tuple[dict[str, Engine], dict[str, str]]:
     for name, make in makers.items():
         try:
             engines[name] = make()
-        except CannotTakePart as reason:
-            skipped[name] = str(reason)
+        # whatever keeps another engine from loading a model is a reason to go on without it
+        except (CannotTakePart, ImportError, ValueError, RuntimeError, OSError) as reason:
+            skipped[name] = str(reason).split("\n")[0]
     return engines, skipped
 
 

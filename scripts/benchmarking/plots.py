@@ -148,6 +148,19 @@ PLOTS: dict[str, tuple[str, Callable[[Any, Report], None]]] = {
 """By file name: the section of the report that is needed, and who draws it."""
 
 
+def gpu_report(found: Report) -> Report:
+    """The accelerator's sections where the plots look for them."""
+    batches = {
+        key.removeprefix("batch "): f for key, f in found.items() if key.startswith("batch ")
+    }
+    named = {
+        size: {"plain": f["plain"], f"{f['tokens_per_pass']:.1f} tokens a pass": f["drafted"]}
+        for size, f in batches.items()
+    }
+    parts = {"curve": found.get("curve"), "batch": named}
+    return {name: part for name, part in parts.items() if part}
+
+
 def write_plots(report: Report, folder: Path) -> Sequence[Path]:
     """Draws whatever the report has the figures for; returns the files."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -155,9 +168,10 @@ def write_plots(report: Report, folder: Path) -> Sequence[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for name, (section, draw) in PLOTS.items():
-        if section not in report:
-            continue
+    sources = {"": report, "gpu_": gpu_report(report.get("gpu", {}))}
+    figures = [(p, r, name) for p, r in sources.items() for name in PLOTS if PLOTS[name][0] in r]
+    for prefix, report, name in figures:
+        draw = PLOTS[name][1]
         figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -170,6 +184,6 @@ def write_plots(report: Report, folder: Path) -> Sequence[Path]:
         axes.legend(
             once.values(), once.keys(), frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
         )
-        files.append(folder / f"{name}.png")
+        files.append(folder / f"{prefix}{name}.png")
         figure.savefig(files[-1])
     return files

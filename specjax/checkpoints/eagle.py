@@ -140,10 +140,16 @@ def _taps(
 
     vLLM and speculators write just that at the top level (vLLM also as `eagle_config.layer_ids`); SpecForge, ModelOpt and
     TensorRT-LLM write, in `eagle_config`, the layers that they leave, which usually begin with 1. Some heads have the
-    layers entered there too: SGLang tells them by another beginning, and here they must be confirmed.
+    layers entered there too: SGLang tells them by another beginning, and here they must be confirmed. AWS's P-EAGLE heads,
+    which alone say `ptd_token_id` and no `mask_token_id`, have them in either place.
     """
     top, inner = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, eagle))
+    for ids in (top, inner, eagle.get("layer_ids")):
+        if ids is not None and (not isinstance(ids, list) or not all(type(i) is int for i in ids)):
+            raise CheckpointError(f"{where}: layer ids must be a list of integers, got {ids!r}")
     top = top or eagle.get("layer_ids")
+    if not top and raw.get("ptd_token_id") is not None and raw.get("mask_token_id") is None:
+        top, inner = inner, None
     entered = [int(i) for i in top] if top else None
     left = [int(i) + 1 for i in inner] if inner else None
     if inner and not entered and int(inner[0]) != 1:

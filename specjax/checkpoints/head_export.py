@@ -262,9 +262,12 @@ def _flat_config(config: EagleConfig) -> dict[str, Any]:
         **_switches(config),
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_aux_hidden_states": len(config.taps),
-        # as SGLang, SpecForge and TensorRT-LLM count: the layers left
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.taps],
+            # as SGLang reads it: ids that begin with 1 are the layers left, others the layers entered. (SpecForge and
+            # TensorRT-LLM always count those left: for them only the usual taps, which enter layer 2 first, are right.)
+            "eagle_aux_hidden_state_layer_ids": [
+                i - 1 if config.taps[0] == 2 else i for i in config.taps
+            ],
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
             "return_hidden_post_norm": config.norm_output,

@@ -138,6 +138,11 @@ def _eagle(
             config.decoder, output_bias="layers.0.self_attn.o_proj.bias" in file.shapes
         ),
     )
+    if config.mask_token_id is None and "mask_hidden" in file.shapes:
+        raise CheckpointError(
+            f"{where}: the tensor mask_hidden is a P-EAGLE head's, but there is no mask token: expected mask_token_id, "
+            "pard_token or ptd_token_id"
+        )
     parts, borrowed = head_parts(config, set(file.shapes)), set()
     fits = model is None or model.config.hidden_size == config.decoder.hidden_size
     if "lm_head.weight" not in file.shapes and fits:
@@ -176,8 +181,13 @@ def _mtp(
     if model is not None and config.post_norm:
         borrowed.add("target_norm.weight")
         del parts["target_norm.weight"]
-    shared = model is not None and not config.mapped and not DIALECTS[dialect].own_rows
-    if shared or "lm_head.weight" not in file.shapes:
+    spoken = DIALECTS[dialect]
+    shared = model is not None and not (config.mapped or spoken.own_rows or spoken.alone)
+    text = raw.get("text_config") or {}
+    tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if tied and model is None and not config.mapped and "lm_head.weight" not in file.shapes:
+        parts["readout.head"] = [replace(parts["readout.head"][0], name="embed_tokens.weight")]
+    elif shared or "lm_head.weight" not in file.shapes:
         borrowed.add("lm_head.weight")
         del parts["readout.head"]
     return config, file, parts, borrowed
@@ -213,6 +223,10 @@ def draft_ids(config: HeadConfig, maps: dict[str, np.ndarray], where: str) -> np
     if "d2t" not in maps:
         if size < vocab:
             raise CheckpointError(f"{where}: missing tensor d2t, expected shape ({size},)")
+        if (member := maps.get("t2d")) is not None and not member.all():
+            raise CheckpointError(
+                f"{where}: tensor t2d leaves tokens out, but there is no d2t and draft_vocab_size is the target's {vocab}"
+            )
         return None
     offsets = maps["d2t"]
     if offsets.shape != (size,):

@@ -31,6 +31,7 @@ class Dialect:
       names: theirs, without the prefix, to DeepSeek's.
       layer: prefix of the decoder layer's tensors, after `prefix`.
       own_rows: the module's files repeat the target's embedding and vocabulary rows under `prefix`.
+      alone: the file holds nothing but the module; else it lies among its target's tensors.
       hidden_first, zero_first: see `MTPConfig`.
       norm_offset: see `TransformerConfig`; None takes the target's.
     """
@@ -39,6 +40,7 @@ class Dialect:
     names: Mapping[str, str]
     layer: str = ""
     own_rows: bool = False
+    alone: bool = False
     hidden_first: bool = False
     zero_first: bool = False
     norm_offset: float | None = None
@@ -76,7 +78,7 @@ DIALECTS = {
         norm_offset=1.0,
     ),
     "mimo": Dialect("model.mtp_layers.0.", SPOKEN, hidden_first=True, zero_first=True),
-    "speculators": Dialect("mtp_layers.0.", SPOKEN),
+    "speculators": Dialect("mtp_layers.0.", SPOKEN, alone=True),
 }
 
 
@@ -107,7 +109,7 @@ def parse_mtp_config(
     spoken, nested = DIALECTS[dialect], raw.get("transformer_layer_config")
     fields = dict(nested) if isinstance(nested, dict) else dict(raw)
     fields |= fields.get("text_config") or {}
-    counts = {name: fields[name] for name in COUNTS if fields.get(name)}
+    counts = {name: (raw | fields)[name] for name in COUNTS if (raw | fields).get(name)}
     if any(count != 1 for count in counts.values()):
         raise CheckpointError(f"{where}: one MTP module is supported, got {counts}")
     unsupported = {
@@ -173,12 +175,14 @@ def mtp_renamer(dialect: str, layers: int) -> Callable[[str], str | None]:
     """From the names in a file to DeepSeek's without prefix; None for tensors that are no part of the module."""
     spoken = DIALECTS[dialect]
     prefix = spoken.prefix.format(layers=layers)
+    modules = prefix.removesuffix("0.") if prefix.endswith("mtp_layers.0.") else prefix
     trunk = {"model.norm.weight": "target_norm.weight"}
     trunk["model.language_model.norm.weight"] = "target_norm.weight"
     if not spoken.own_rows:
         trunk |= {
             "lm_head.weight": "lm_head.weight",
             "model.embed_tokens.weight": "embed_tokens.weight",
+            "embed_tokens.weight": "embed_tokens.weight",
             "model.language_model.embed_tokens.weight": "embed_tokens.weight",
         }
 
@@ -186,7 +190,8 @@ def mtp_renamer(dialect: str, layers: int) -> Callable[[str], str | None]:
         if name in ("d2t", "t2d"):
             return name
         if not name.startswith(prefix):
-            return trunk.get(name)
+            stray = spoken.alone or name.startswith(modules)  # of a second module
+            return trunk.get(name, f"unknown: {name}" if stray else None)
         rest = name.removeprefix(prefix)
         stem, _, kind = rest.rpartition(".")
         if stem in spoken.names:

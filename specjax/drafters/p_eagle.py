@@ -60,6 +60,8 @@ class PEagle:
         return self.head.config.taps
 
     def check(self, target: Target) -> None:
+        if not isinstance(self.head, EagleHead):
+            raise ValueError(f"head must be an EagleHead, got {type(self.head).__name__}")
         check_head(self.head.config, target, self.num_draft)
         if self.head.config.mask_token_id is None:
             raise ValueError("head must be a P-EAGLE head, with a mask token; got an EAGLE-3 head")

@@ -67,6 +67,10 @@ class HeadConfig:
                 f"draft_vocab_size must be in 1..{self.decoder.vocab_size}, got {self.draft_vocab_size}"
             )
 
+    def misplaced_taps(self, layers: int) -> list[int]:
+        """Those that a target of `layers` layers does not have."""
+        return [i for i in self.taps if not 0 <= i <= layers]
+
     @property
     def mapped(self) -> bool:
         """Whether draft ids differ from the target's."""
@@ -90,7 +94,7 @@ def check_head(config: HeadConfig, target: Target, num_draft: int | None = None)
             problems.append(
                 f"hidden states of width {config.target_hidden_size}, the target's have {width}"
             )
-        if bad := [i for i in config.taps if not 0 <= i <= layers]:
+        if bad := config.misplaced_taps(layers):
             problems.append(f"taps {bad}, the target has 0..{layers}")
     elif not config.own_embedding and not hasattr(target, "lookup"):
         problems.append(

@@ -43,6 +43,9 @@ class MTPConfig(HeadConfig):
         if len(self.taps) != 1:
             raise ValueError(f"an MTP module reads one hidden state, got taps {self.taps}")
 
+    def misplaced_taps(self, layers: int) -> list[int]:
+        return [i for i in self.taps if i != layers]
+
 
 class MTPHead(Head):
     """Two norms, a projection, decoder layers, final norm, logits over the draft vocabulary.

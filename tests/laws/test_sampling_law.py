@@ -400,7 +400,7 @@ LOOPS = {
 }
 CASES = [
     *[(name, "token") for name in LOOPS],
-    *[(name, "block") for name in ("model-3", "adaptive-unsure", "tree")],
+    *[(name, "block") for name in ("model-3", "tree")],
 ]
 QUICK = [("model-3", "token")]
 
@@ -430,7 +430,6 @@ FOUR = tiny_target(2, vocab_size=4, scale=1.5)
 MARKOV = tiny_head(FOUR, draft_vocab_size=3, scale=1.0, mask_token_id=3, markov_rank=2)
 MARKOV.readout.markov.after[...] = jnp.asarray([[1.0, -2.0, 0.5], [-1.0, 0.5, 2.0]])
 HEADS = {
-    "plain": None,
     "model": DraftModel(noisy(FOUR, 0.3), num_draft=2),
     "eagle3": Eagle3(tiny_head(FOUR, draft_vocab_size=3, scale=1.0), num_draft=2),
     "eagle3-tree": Eagle3(tiny_head(FOUR, draft_vocab_size=4, scale=1.0), tree=StaticTree((2, 1))),
@@ -443,7 +442,7 @@ HEADS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "law"),
-    [*((name, "token") for name in HEADS), ("p-eagle-markov", "block"), ("eagle3-tree", "block")],
+    [*((name, "token") for name in HEADS), ("eagle3-tree", "block")],
 )
 def test_rounds_follow_a_transformer(name, law):
     rows, size, sampling = 2000, 3, Sampling(temperature=1.0)
