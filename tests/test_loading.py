@@ -586,15 +586,16 @@ STACKS = LARGE | GPT_OSS | {"num_local_experts": 16, "intermediate_size": 768, "
 STACKS["num_hidden_layers"] = 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("raw", "stored", "dtype"),
     [
         (LARGE, "float32", "float32"),
-        pytest.param(LARGE, "bfloat16", "bfloat16", marks=pytest.mark.thorough),
+        (LARGE, "bfloat16", "bfloat16"),
         # nearly all of it one tensor
-        pytest.param(TABLE, "float32", "float32", marks=pytest.mark.thorough),
-        pytest.param(STACKS, "float32", "float32", marks=pytest.mark.thorough),
-        pytest.param(STACKS, "mxfp4", "float32", marks=pytest.mark.thorough),
+        (TABLE, "float32", "float32"),
+        (STACKS, "float32", "float32"),
+        (STACKS, "mxfp4", "float32"),
     ],
 )
 def test_peak_memory_stays_near_the_models_size(raw, stored, dtype, folder, tmp_path):

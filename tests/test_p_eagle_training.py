@@ -327,6 +327,17 @@ def test_a_run_starts_from_a_head_that_lacks_parts(tmp_path):
     assert gained.config.markov_rank == 2
     np.testing.assert_array_equal(gained.readout.markov.after[...], 0)
     np.testing.assert_array_equal(gained.mask_hidden[...], plain.mask_hidden[...])
+    own = make_head(TrainConfig(**given | {"train_embedding": True}), TARGET, summary, ())
+    table = TARGET.lookup(np.arange(TARGET.vocab_size)[None])[0]
+    np.testing.assert_array_equal(own.embedding[...], table)
+    own.embedding[...] = own.embedding[...] + 1.0
+    specjax.save_head(own, tmp_path / "own", target=TARGET)
+    for given_too, message in (
+        ({"taps": (1,), "mlp_size": 99}, r"has taps \(0, 1, 2\), got \(1,\); mlp_size 48, got 99"),
+        ({"start_from": tmp_path / "own"}, "has train_embedding True, got False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_head(TrainConfig(**given | given_too), TARGET, summary, ())
     with pytest.raises(ValueError, match="has mask_token_id 5, got 6; markov_rank 2, got 0"):
         other = {"start_from": tmp_path / "p_eagle", "mask_token_id": 6, "markov_rank": 0}
         make_head(TrainConfig(**given | other), TARGET, summary, ())

@@ -124,6 +124,14 @@ def test_batch_answers_a_file_and_goes_on(place, tmp_path):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(row["index"] for row in rows) == list(range(5))
     assert all(row["emitted"] == len(row["tokens"]) and row["prompt"] for row in rows)
+    text = run("batch.py", *arguments, "--temperature", 0, 1, cache=cache, code=1)
+    assert "holds an answer 1 to another prompt or at another temperature" in text
+    out.unlink()
+    run("batch.py", *arguments, "--temperature", 0, 1, cache=cache)
+    mixed = {row["index"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert [mixed[i]["temperature"] for i in range(5)] == [0, 1, 0, 1, 0]
+    greedy = {row["index"]: row["tokens"] for row in rows}
+    assert [mixed[i]["tokens"] == greedy[i] for i in range(5)] == [True, False] * 2 + [True]
     prompts.write_text('{"question": 1}')
     text = run("batch.py", *arguments, cache=cache, code=1)
     assert "prompts.jsonl:1: expected prompt, turns or messages" in text

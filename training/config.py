@@ -169,7 +169,9 @@ def _said(kind: Any) -> str:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
         return f"a list of {_said(get_args(kind)[0])}"
-    return {type(None): "left out", float: "a finite number"}.get(kind, kind.__name__)
+    if kind is type(None):
+        return "left out"
+    return "a finite number" if kind is float else str(kind.__name__)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
