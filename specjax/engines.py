@@ -149,6 +149,8 @@ def _vllm(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> Desc
             config = {"method": "eagle3", "model": names.head}
         case PEagle():
             config = {"method": "eagle3", "model": names.head, "parallel_drafting": True}
+            if d.head.config.markov_rank:
+                note = "nearest: without the head's Markov correction, which no server reads"
         case _:
             return None, "no equivalent"
     config["num_speculative_tokens"] = d.num_draft

@@ -261,6 +261,13 @@ def test_plots_are_drawn_of_what_was_measured(tmp_path):
     files = plots.write_plots(report, tmp_path / "all")
     assert {file.stem for file in files} == set(plots.PLOTS)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    del report["workloads"]["1"]  # one temperature is no line
+    left = {file.stem for file in plots.write_plots(report, tmp_path / "one")}
+    assert left == set(plots.PLOTS) - {"temperatures"}
+    gpu = {"curve": report["curve"], "batch 1": {"plain": 9.0, "drafted": 20.0}, "skipped": {}}
+    gpu["batch 1"]["tokens_per_pass"] = 2.5
+    files = plots.write_plots({"gpu": gpu}, tmp_path / "gpu")
+    assert [file.stem for file in files] == ["gpu_verify_curve", "gpu_batches"]
     del report["workloads"], report["batch"]
     assert [f.stem for f in plots.write_plots(report, tmp_path)] == ["verify_curve", "split"]
 

@@ -344,7 +344,13 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "hybrid-first": Hybrid((ngram, DraftModel(near, num_draft=3, min_confidence=0.5))),
         "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
         "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
-        "hybrid-p-eagle": Hybrid((ngram, PEagle(tiny_head(target, mask_token_id=1), num_draft=3))),
+        # more tokens may be accepted in a round than the second member's rows have room to wait
+        "hybrid-p-eagle": Hybrid(
+            (
+                NGram(num_draft=7, min_match=1),
+                PEagle(tiny_head(target, mask_token_id=1), num_draft=3),
+            )
+        ),
         "hybrid-tree": Hybrid((ngram, Suffix(num_draft=3)), choose="tree"),
         "adaptive": Adaptive(ngram, probe=3),
         "adaptive-model": Adaptive(DraftModel(near, num_draft=3), draft_cost=0.5, probe=3),

@@ -170,6 +170,8 @@ def write_plots(report: Report, folder: Path) -> Sequence[Path]:
     files = []
     sources = {"": report, "gpu_": gpu_report(report.get("gpu", {}))}
     figures = [(p, r, name) for p, r in sources.items() for name in PLOTS if PLOTS[name][0] in r]
+    if len(report.get("workloads", {})) < 2:  # one temperature is no line
+        figures = [figure for figure in figures if figure[2] != "temperatures"]
     for prefix, report, name in figures:
         draw = PLOTS[name][1]
         figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

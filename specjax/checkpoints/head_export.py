@@ -39,8 +39,9 @@ def save_head(
     Args:
       head: to be written.
       path: folder, made if need be; a head that lies there is replaced.
-      layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load, heads of one
-        layer at least; norm_before_residual, q/k norms and biases only vLLM reads of it. `speculators` is read by
+      layout: `sglang` is what SafeAILab, SpecForge, SGLang, vLLM, TensorRT-LLM and the TPU servers load of heads of one
+        layer; only vLLM reads more layers (SGLang and TensorRT-LLM look for other names in them), norm_before_residual,
+        q/k norms and biases of it. `speculators` is read by
         speculators and vLLM. `deepseek` is an MTP module's: the names under which modules lie in their target's files, for
         a target of this layout to take in. None is `deepseek` for MTP modules and `sglang` for others.
       target: the model it drafts for; its embedding goes into speculators' layout.

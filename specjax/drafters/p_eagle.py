@@ -83,11 +83,12 @@ class PEagle:
         follows = jnp.where(index == count[:, None] - 1, observation.next_token[:, None], follows)
         taps = observation.taps.astype(state.taps.dtype)
         waiting = state.tokens.shape[1]
+
+        def catch_up(state: PEagleState) -> PEagleState:
+            return self._pass(target, state, state.tokens, state.taps, state.count)
+
         if tokens.shape[1] <= waiting:
             # a round: nothing waits but where the last proposal was left out, and then that is caught up with
-            def catch_up(state: PEagleState) -> PEagleState:
-                return self._pass(target, state, state.tokens, state.taps, state.count)
-
             state = jax.lax.cond(jnp.any(state.count > 0), catch_up, lambda state: state, state)
             spare = waiting - tokens.shape[1]
             follows = jnp.pad(follows, ((0, 0), (0, spare)))
@@ -99,8 +100,10 @@ class PEagle:
                 taps=jnp.where(new[:, None, None, None], taps, state.taps),
                 count=count,
             )
-        # a piece of a prompt, passed over together with the one row that may wait before any proposal; of each batch
-        # row the last one waits again
+        # a piece of a prompt, or of what a wider member of a mixture had accepted, passed over together with the one row
+        # that may wait; of each batch row the last one waits again
+        more = jnp.any(state.count > 1)
+        state = jax.lax.cond(more, catch_up, lambda state: state, state)
         place = jnp.arange(1 + tokens.shape[1])
         at = jnp.minimum(place + 1 - state.count[:, None], place.size - 1)
         follows = jnp.take_along_axis(
