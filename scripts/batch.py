@@ -67,7 +67,8 @@ def main(options: Options) -> None:
         if index >= len(prompts):  # of a run with a higher limit
             continue
         temperature = sampling[index % len(sampling)].temperature
-        if row["prompt"] != prompts[index] or row.get("temperature", temperature) != temperature:
+        mine = row.get("prompt") == prompts[index]
+        if not mine or row.get("temperature", temperature) != temperature:
             raise ValueError(
                 f"output {options.output} holds an answer {index} to another prompt or at another temperature; "
                 "choose another file"

@@ -274,6 +274,15 @@ def test_gated_module_equals_transformers_layer(tmp_path):
     )
     np.testing.assert_allclose(ours.logits(rows)[0], right, rtol=1e-4, atol=1e-4)
     assert (np.asarray(ours.target_norm.weight[...]) == 1).all()
+    # of a tied model's files the embedding is the vocabulary's rows
+    del trunk["lm_head.weight"]
+    save_file(trunk | module.tensors(names), tmp_path / "model.safetensors")
+    text["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    tied = specjax.load_head(tmp_path)
+    np.testing.assert_array_equal(tied.readout.head[...], embedding.weight.detach().numpy().T)
 
 
 @pytest.mark.parametrize("dialect", ["mimo", "speculators"])
