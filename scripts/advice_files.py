@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from advisor import Advice, Options
+from advisor import Options
 from common import describe_device
+from findings import Advice
 
 import specjax
 from specjax.advice import LEAST_GAIN, best_prediction

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import tyro
 from advice_files import engine_commands, to_json, write_setting
-from advisor import Advice, Advisor, Choice, Options, advise
+from advisor import Advisor, Options, advise
 from common import describe_device, use_compilation_cache
+from findings import Advice, Choice
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape

@@ -1,7 +1,6 @@
 """The measurements behind `advise.py`: what stood, what it cost, and what the best setting did."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,15 @@ from typing import Any
 import numpy as np
 from benchmarking.workloads import decode_in_turn, tokens_per_second
 from common import DrafterName, encode_workloads, make_drafter
+from findings import Advice, Candidate, Check, Choice, Trial, choose
 from rich.console import Console
 
 import specjax
-from specjax.advice import LEAST_GAIN, best_prediction
-from specjax.generate import bucket
+from specjax.generate import CHUNKS, bucket
 from specjax.trees import ladder
 from specjax.tuning import measure_draft_cost, measure_passes
 
 HERE = Path(__file__).parent
-TIE = 0.02  # predictions this close are the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,87 +72,6 @@ class Options:
             raise ValueError("drafters must propose something; plain decoding is always measured")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A drafter to try.
-
-    Attributes:
-      name: `generate.py`'s for it.
-      longest: drafts per round in the measurement.
-      make: the drafter of so many drafts, with the verify curve of a batch size.
-      kind: look-ups cost the same for any number of drafts; adaptive drafters choose it themselves; networks pay for
-        each.
-    """
-
-    name: str
-    longest: int
-    make: Callable[[int, specjax.RoundCosts], Any]
-    kind: str
-
-    @property
-    def choices(self) -> range:
-        """Numbers of drafts to choose from."""
-        return range(self.longest if self.kind == "adaptive" else 1, self.longest + 1)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A candidate at one temperature, on the prompts.
-
-    Attributes:
-      candidate: who.
-      temperature: at which.
-      profile: what stood, over all prompts; by_workload: the same by workload.
-      measured: speed-up at the longest proposal, batch 1, over plain decoding in turn.
-    """
-
-    candidate: Candidate
-    temperature: float
-    profile: specjax.AcceptanceProfile
-    by_workload: dict[str, specjax.AcceptanceProfile]
-    measured: float
-
-    def predictions(self, costs: specjax.RoundCosts) -> list[specjax.Prediction]:
-        return [specjax.predict(self.profile, costs, k) for k in self.candidate.choices]
-
-
-@dataclass(frozen=True)
-class Check:
-    """A setting run against plain decoding in turn.
-
-    Attributes:
-      speed_up: measured; by_workload: the same, where it was run by workload.
-      scatter: speed of plain decoding measured a second time over the first, less 1.
-      plain: tokens per second of plain decoding, all rows together.
-    """
-
-    speed_up: float
-    by_workload: dict[str, float]
-    scatter: float
-    plain: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The best candidate at a batch size and temperature.
-
-    Attributes:
-      trial: of the candidate.
-      prediction: of its best number of drafts.
-      check: what it did; None where it was not worth running.
-    """
-
-    trial: Trial
-    prediction: specjax.Prediction
-    check: Check | None = None
-
-    @property
-    def pays(self) -> bool:
-        """Whether it is advised."""
-        confirmed = self.check is None or self.check.speed_up >= 1
-        return self.prediction.speed_up >= LEAST_GAIN and confirmed
-
-
 def find_candidates(options: Options, target: specjax.Transformer) -> list[Candidate]:
     """The drafters to try, loaded and checked against the target."""
     found = []
@@ -200,6 +117,9 @@ class Advisor:
         self.prompts = [p for prompts in self.workloads.values() for p in prompts]
         self.candidates = find_candidates(options, self.target)
         self.longest = max(c.longest for c in self.candidates)
+        # one for all that is measured: the curve is then that of the runs, and every drafter is compiled once
+        longest = max(map(len, self.prompts))
+        self.slots = bucket(longest + options.max_new_tokens + self.longest + CHUNKS[-1])
 
     def run(
         self,
@@ -221,14 +141,13 @@ class Advisor:
             stop_token_ids=self.tokenizer.stop_token_ids,
             console=self.console,
             description=description,
+            slots=self.slots,
         )
 
     def measure_curve(self, batch: int) -> np.ndarray:
         """Seconds of a target pass of every width of the ladder, at a batch size."""
-        room = max(map(len, self.prompts)) + self.options.max_new_tokens + self.longest + 2
-        repeats = self.options.repeats
-        widths = ladder(self.longest)
-        return measure_passes(self.target, widths, batch=batch, slots=bucket(room), repeats=repeats)
+        widths, repeats = ladder(self.longest), self.options.repeats
+        return measure_passes(self.target, widths, batch=batch, slots=self.slots, repeats=repeats)
 
     def round_costs(self, seconds: np.ndarray, batch: int) -> specjax.RoundCosts:
         """The verify curve in passes over one token."""
@@ -304,41 +223,6 @@ class Advisor:
             scatter=speeds["again"] / speeds["plain"] - 1,
             plain=speeds["plain"],
         )
-
-
-def choose(trials: Sequence[Trial], costs: dict[str, specjax.RoundCosts]) -> Choice:
-    """The trial with the best prediction under these costs, by candidate; of those that come within `TIE` of it an adaptive
-    one, which stops drafting where the text turns out otherwise."""
-    best = [Choice(t, best_prediction(t.predictions(costs[t.candidate.name]))) for t in trials]
-    least = (1 - TIE) * max(choice.prediction.speed_up for choice in best)
-    equals = [choice for choice in best if choice.prediction.speed_up >= least]
-    return max(equals, key=lambda c: (c.trial.candidate.kind == "adaptive", c.prediction.speed_up))
-
-
-@dataclass(frozen=True)
-class Advice:
-    """All that was found.
-
-    Attributes:
-      workloads: prompts by workload.
-      curves: the verify curve by batch size; seconds: of a pass over one token.
-      costs: the curve and what drafting costs, by batch size and candidate.
-      trials: by temperature.
-      choices: the best by temperature and batch size; those at the asked-for temperature were run if they promised
-        enough.
-      memory: of the chosen setting, by batch size.
-      drift: by batch size, how far a cost of the verify curve was at the end from what it was at the start, as a share:
-        what other work on the machine makes of all this.
-    """
-
-    workloads: dict[str, int]
-    curves: dict[int, specjax.RoundCosts]
-    seconds: dict[int, float]
-    costs: dict[int, dict[str, specjax.RoundCosts]]
-    trials: dict[float, list[Trial]]
-    choices: dict[tuple[float, int], Choice]
-    memory: dict[int, specjax.Memory]
-    drift: dict[int, float]
 
 
 def advise(advisor: Advisor) -> Advice:

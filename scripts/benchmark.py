@@ -91,7 +91,7 @@ class Options:
       sequences: of a training batch.
       lengths: tokens of a training sequence; growth is measured from half the least to twice the most.
       gpu_shapes: of the model with random weights; `tiny` tries the section anywhere.
-      repeats: measurements per figure; medians are reported.
+      repeats: measurements of a cost, of which the median is reported; workloads and heads are decoded once, in turn.
       json: write every figure to this file.
       plots: draw the figures into this folder.
     """

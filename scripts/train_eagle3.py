@@ -90,7 +90,7 @@ def main(options: Options, recipe: str = "eagle3") -> None:
         tokenizer = specjax.load_tokenizer(config.target)
         workloads = encode_workloads(config.decode_prompts, tokenizer, 8)
         stop = tuple(tokenizer.stop_token_ids)
-    result = train(config, console=console)
+    result = train(config, workloads=workloads, console=console)
     console.print(
         f"{result.updates} updates; simulated acceptance length {result.simulated_length:.3f}; head in {result.folder}"
     )

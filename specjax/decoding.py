@@ -26,7 +26,7 @@ from specjax.drafters.base import Context, Drafter, Observation, Proposal, Share
 from specjax.models.transformer import Target
 from specjax.sampling import Processors, round_keys, tokens_seen
 from specjax.statistics import Statistics
-from specjax.trees import Tree, ladder
+from specjax.trees import Tree, climb, ladder
 from specjax.verification import Acceptance, Verification
 
 
@@ -177,11 +177,7 @@ def verify(
         taps = jnp.pad(output.taps, ((0, 0), (0, spare), (0, 0), (0, 0)))
         return Verdict(acceptance=acceptance, block=output.block.pad(widths[-1]), taps=taps)
 
-    if len(widths) == 1:
-        return at_width(widths[0])
-    needed = jnp.max(proposal.length) + 1
-    rung = jnp.sum(needed > jnp.asarray(widths[:-1]))
-    return jax.lax.switch(rung, [partial(at_width, width) for width in widths])
+    return climb(widths, jnp.max(proposal.length) + 1, at_width)
 
 
 def proposed_depth(proposal: Proposal) -> Array:
@@ -239,7 +235,9 @@ def commit(
         rows = jnp.arange(seen.shape[0])[:, None]
         seen = seen.at[rows, new].set(True, mode="drop")
 
-    observation = Observation(tokens=block, count=emitted, taps=taps, next_token=newest)
+    observation = Observation(
+        tokens=block, count=emitted, taps=taps, next_token=newest, widths=ladder(size)
+    )
     return replace(
         state,
         tokens=tokens,

@@ -131,6 +131,7 @@ def prepare(
     key: jax.Array | int | None,
     stop_token_ids: Sequence[int],
     verification: Verification = Verification(),  # noqa: B008 (frozen)
+    slots: int | None = None,
 ) -> tuple[Drafter, DecodeState, int]:
     """Checks everything at the border and builds the state before prefill; returns the prefill chunk too."""
     drafter = NoDrafter() if drafter is None else drafter
@@ -140,7 +141,12 @@ def prepare(
     longest = max(a.size for a in arrays)
     chunk = prefill_chunk(longest)
     padded = -(-longest // chunk) * chunk
-    slots = bucket(max(longest + max_new_tokens + drafter.num_draft + 2, padded + 1))
+    least = max(longest + max_new_tokens + drafter.num_draft + 2, padded + 1)
+    if slots is not None and (int(slots) != slots or slots < least):
+        raise ValueError(
+            f"slots must be a whole number >= {least} for these prompts, max_new_tokens and drafts, got {slots}"
+        )
+    slots = bucket(least) if slots is None else -(-int(slots) // CHUNKS[-1]) * CHUNKS[-1]
     tokens = np.zeros((len(arrays), slots), np.int32)
     for row, array in zip(tokens, arrays, strict=True):
         row[: array.size] = array
@@ -169,6 +175,7 @@ def generate(
     key: jax.Array | int | None = None,
     stop_token_ids: Sequence[int] = (),
     verification: Verification = Verification(),  # noqa: B008 (frozen)
+    slots: int | None = None,
 ) -> Generation:
     """Decodes a batch of prompts to their ends in one jitted loop.
 
@@ -181,6 +188,8 @@ def generate(
       key: a `jax.random.key`, one per prompt or one for all, or an integer seed. A row depends on its own key alone.
       stop_token_ids: a row ends after the first of these.
       verification: how drafts are judged; what differs from the default in law is said there.
+      slots: of the caches, rounded up to a multiple of 128; None is the next of 256, 384, 512, 768, ... that has room.
+        Every number is a program of its own: calls that name one share it, whatever the lengths of their prompts.
 
     Raises:
       ValueError: empty prompts, ids outside the vocabulary, more tokens than the model's context, a drafter that was
@@ -196,6 +205,7 @@ def generate(
         key=key,
         stop_token_ids=stop_token_ids,
         verification=verification,
+        slots=slots,
     )
     first = np.asarray(state.length)
     state = jax.block_until_ready(prefill(target, drafter, state, chunk))
@@ -222,6 +232,7 @@ def stream(
     key: jax.Array | int | None = None,
     stop_token_ids: Sequence[int] = (),
     verification: Verification = Verification(),  # noqa: B008 (frozen)
+    slots: int | None = None,
     rounds: int = 4,
 ) -> Iterator[Piece]:
     """`generate` in pieces of `rounds` rounds, with the same tokens in the end. Closing the iterator ends decoding."""
@@ -236,6 +247,7 @@ def stream(
         key=key,
         stop_token_ids=stop_token_ids,
         verification=verification,
+        slots=slots,
     )
     sent = np.asarray(state.length)
     state = prefill(target, drafter, state, chunk)

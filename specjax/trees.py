@@ -6,12 +6,17 @@ follows, always an earlier one, so the first w nodes of a block are a tree for e
 B rows, N drafts, W nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+
+Result = TypeVar("Result")
 
 
 def ladder(num_draft: int) -> tuple[int, ...]:
@@ -21,6 +26,20 @@ def ladder(num_draft: int) -> tuple[int, ...]:
         widths.append(width)
         width *= 2
     return (*widths, widest)
+
+
+def climb(widths: Sequence[int], needed: Array, at_width: Callable[[int], Result]) -> Result:
+    """`at_width` of the narrowest width that has room for what is needed; no other one runs.
+
+    Args:
+      widths: rising; the last one is taken for more than it has room for.
+      needed: int32[].
+      at_width: whose results have one shape at every width.
+    """
+    if len(widths) == 1:
+        return at_width(widths[0])
+    rung = jnp.sum(needed > jnp.asarray(widths[:-1]))
+    return jax.lax.switch(rung, [partial(at_width, width) for width in widths])
 
 
 @struct.dataclass

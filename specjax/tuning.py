@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.generate import bucket, generate, prepare
 from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
+from specjax.trees import ladder
 
 
 @partial(jax.jit, static_argnames=("width", "passes"), donate_argnames="cache")
@@ -96,7 +97,7 @@ def measure_draft_cost(
 ) -> float:
     """Cost of one proposal after a prompt, in target passes over one token: the median of measurements in turn.
 
-    What a head makes of a round's committed tokens is part of it.
+    What a head makes of a round's committed tokens is part of it, measured after a round in which one draft stood.
 
     Args:
       prompt: token ids.
@@ -117,9 +118,10 @@ def measure_draft_cost(
     taps = jax.eval_shape(lambda: target(tokens, tokens, state.cache, taps=drafter.taps)).taps
     seen = Observation(
         tokens=tokens,
-        count=jnp.full(batch, tokens.shape[1], jnp.int32),
+        count=jnp.full(batch, min(2, tokens.shape[1]), jnp.int32),
         taps=jnp.zeros(taps.shape, taps.dtype),
         next_token=tokens[:, 0],
+        widths=ladder(drafter.num_draft),
     )
 
     def propose(target: Target, drafter: Any, state: DecodeState) -> Any:
@@ -129,6 +131,9 @@ def measure_draft_cost(
         after = drafter.observe(target, state.drafter_state, seen)
         return jax.tree.map(lambda x: x.ravel()[:1], after)  # its arrays stay where they are
 
+    if drafter.taps:
+        after = jax.jit(drafter.observe)(target, state.drafter_state, seen)
+        state = replace(state, drafter_state=after)
     hand_over = jax.jit(nothing)
     parts = [jax.jit(part) for part in ([propose, observe] if drafter.taps else [propose])]
     ratios = []

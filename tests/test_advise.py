@@ -29,6 +29,7 @@ import advice_files
 import advise
 import advisor
 import common
+import findings
 import generate
 from rich.console import Console
 from rich.text import Text
@@ -432,7 +433,7 @@ def test_local_models_become_placeholders(tmp_path):
 
 def made_up(
     costs_at_8: float, checked: float | None, temperature: float = 0.0, drift: float = 0.02
-) -> advisor.Advice:
+) -> findings.Advice:
     """Measurements as `advise` would return them: a look-up that pays at batch 1."""
     curves = {
         1: RoundCosts((1, 2, 4, 8), (1.0, 1.2, 1.4, 1.6)),
@@ -443,24 +444,24 @@ def made_up(
         curve = costs.pass_cost(np.asarray(ladder(k))).tolist()
         return specjax.Adaptive(NGram(num_draft=k), costs=tuple(curve))
 
-    candidate = advisor.Candidate("adaptive", 7, make, "adaptive")
+    candidate = findings.Candidate("adaptive", 7, make, "adaptive")
     good = AcceptanceProfile.geometric(0.7, 7)
     bad = AcceptanceProfile.geometric(0.05, 7)
     trials = {
-        t: [advisor.Trial(candidate, t, p, {"edit": good, "chat": bad}, 1.5)]
+        t: [findings.Trial(candidate, t, p, {"edit": good, "chat": bad}, 1.5)]
         for t, p in ((0.0, good), (1.0, bad))
     }
     costs = {b: {"adaptive": c} for b, c in curves.items()}
     check = (
-        None if checked is None else advisor.Check(checked, {"edit": 1.9, "chat": 0.9}, 0.02, 40)
+        None if checked is None else findings.Check(checked, {"edit": 1.9, "chat": 0.9}, 0.02, 40)
     )
     choices = {}
     for t, rows in trials.items():
         for b in curves:
-            choice = advisor.choose(rows, costs[b])
+            choice = findings.choose(rows, costs[b])
             run = (t, b) == (temperature, 1) and choice.pays
-            choices[t, b] = advisor.Choice(choice.trial, choice.prediction, check if run else None)
-    return advisor.Advice(
+            choices[t, b] = findings.Choice(choice.trial, choice.prediction, check if run else None)
+    return findings.Advice(
         workloads={"edit": 2, "chat": 2},
         curves=curves,
         seconds={1: 0.02, 8: 0.05},
@@ -486,7 +487,7 @@ class Scripted:
     def __init__(self, **speeds: float):
         self.options, self.speeds = advisor.Options(context=64), speeds
         self.candidates = [
-            advisor.Candidate(name, 7, lambda k, _: NGram(num_draft=k), "look-up")
+            findings.Candidate(name, 7, lambda k, _: NGram(num_draft=k), "look-up")
             for name in speeds
         ]
 
@@ -502,12 +503,12 @@ class Scripted:
     def try_out(self, costs, temperature):
         profiles = [AcceptanceProfile.geometric(rate, 7) for rate in (0.8, 0.7)]
         return [
-            advisor.Trial(c, temperature, p, {"edit": p}, 1.0)
+            findings.Trial(c, temperature, p, {"edit": p}, 1.0)
             for c, p in zip(self.candidates, profiles, strict=True)
         ]
 
     def check(self, choice, costs):
-        return advisor.Check(self.speeds[choice.trial.candidate.name], {}, 0.0, 40.0)
+        return findings.Check(self.speeds[choice.trial.candidate.name], {}, 0.0, 40.0)
 
 
 @pytest.mark.parametrize(
@@ -597,14 +598,14 @@ def test_equals_go_to_the_adaptive_one():
     """A fixed drafter must promise visibly more to be chosen before one that adapts to the text."""
     costs = RoundCosts((1, 2, 4, 8), (1.0, 1.2, 1.4, 1.6))
 
-    def trial(name: str, kind: str, rate: float) -> advisor.Trial:
-        candidate = advisor.Candidate(name, 7, lambda k, c: None, kind)
-        return advisor.Trial(candidate, 0.0, AcceptanceProfile.geometric(rate, 7), {}, 1.0)
+    def trial(name: str, kind: str, rate: float) -> findings.Trial:
+        candidate = findings.Candidate(name, 7, lambda k, c: None, kind)
+        return findings.Trial(candidate, 0.0, AcceptanceProfile.geometric(rate, 7), {}, 1.0)
 
     both = {"fixed": costs, "adapts": costs}
     for rate, expected in ((0.7, "adapts"), (0.695, "adapts"), (0.6, "fixed")):
         trials = [trial("fixed", "look-up", 0.7), trial("adapts", "adaptive", rate)]
-        assert advisor.choose(trials, both).trial.candidate.name == expected
+        assert findings.choose(trials, both).trial.candidate.name == expected
 
 
 @pytest.mark.parametrize(

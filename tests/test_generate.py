@@ -5,6 +5,7 @@ import pytest
 from zoo import tiny_target
 
 import specjax
+from specjax.decoding import decode
 from specjax.generate import bucket
 
 TARGET = tiny_target(context_length=200)
@@ -26,6 +27,8 @@ TARGET = tiny_target(context_length=200)
         ([[1] * 190], {"max_new_tokens": 11}, "context of 200"),
         ([[1]], {"stop_token_ids": [61]}, "stop_token_ids"),
         ([[1]], {"key": 1.5}, "key must be"),
+        ([[1] * 9], {"slots": 20}, "slots must be a whole number >= 33 .*, got 20"),
+        ([[1] * 40], {"slots": 128.5}, "slots must be a whole number >= 129 .*, got 128.5"),
         ([[1]], {"sampling": [specjax.Sampling()] * 2}, "one Sampling or one per prompt"),
     ],
 )
@@ -78,6 +81,21 @@ def test_prompts_of_every_length_around_a_prefill_chunk(size):
     for a, b in zip(plain.tokens, drafted.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (drafted.statistics.rounds == 3).all()
+
+
+def test_named_slots_are_one_program():
+    target = tiny_target(context_length=600)
+    drafter, compiled = specjax.NGram(num_draft=3), []
+    for size in (3, 200):
+        prompt = np.random.default_rng(size).integers(0, 61, size).tolist()
+        given = {"drafter": drafter, "max_new_tokens": 20}
+        out = specjax.generate(target, [prompt], slots=300, **given)
+        compiled.append(decode._cache_size())  # pyright: ignore[reportFunctionMemberAccess]
+        usual = specjax.generate(target, [prompt], **given)
+        np.testing.assert_array_equal(out.tokens[0], usual.tokens[0])
+        compiled.append(decode._cache_size())  # pyright: ignore[reportFunctionMemberAccess]
+    first, usual, again, _ = compiled
+    assert first < usual == again
 
 
 def test_buckets_are_few_and_roomy():

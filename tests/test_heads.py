@@ -165,7 +165,21 @@ def test_p_eagle_drafts_in_one_pass(monkeypatch):
     calls.clear()
     with jax.disable_jit():
         decode_round(target, drafter, state)
-    assert calls == [5 + 3]
+    assert calls == [1 + 3]  # one row waits, three slots are masked
+
+
+@pytest.mark.thorough
+def test_p_eagle_beyond_its_training_changes_no_token():
+    target = tiny_target()
+    head = tiny_head(target, mask_token_id=5, trained_depth=2)
+    prompts = [[3, 1, 4, 1, 5], [9] * 12]
+    plain = specjax.generate(target, prompts, max_new_tokens=24)
+    with pytest.warns(UserWarning, match="num_draft is 6, but the head was trained to draft 2"):
+        out = specjax.generate(
+            target, prompts, drafter=specjax.PEagle(head, num_draft=6), max_new_tokens=24
+        )
+    for x, y in zip(out.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_p_eagle_needs_a_mask_token():

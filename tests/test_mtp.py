@@ -337,7 +337,7 @@ def test_refused(tmp_path):
     for name in ("enorm", "hnorm", "shared_head.norm"):
         full = f"model.layers.{layers}.{name}.weight"
         refuse(
-            f"missing tensor {name.removeprefix('shared_head.')}",
+            f"missing tensor {full}",
             {k: v for k, v in tensors.items() if k != full},
         )
     refuse("transformers drops them", {"d2t": tensors["d2t"]})

@@ -151,6 +151,30 @@ def test_elements_are_what_drafting_sees(name, size, monkeypatch):
         np.testing.assert_allclose(head.logits(ours), slots, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
+def test_packed_documents_do_not_see_one_another():
+    """Elements of two documents in one row are those of each document in a row of its own."""
+    head = tiny_head(TARGET, mask_token_id=5, **HEADS["deep"])
+    alone, others, size = sequence(0, 14, 14), sequence(1, 14, 14), 14
+    packed = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), alone, others)
+    packed = replace(packed, document=packed.document.at[:, size:].set(2))
+    shape = Layout((3, 3))
+    anchors = jnp.asarray([[0, 4, 9] * 2])
+
+    def run(batch, anchors):
+        taps, _ = hidden_states(TARGET, batch, head.config.taps)
+        elements = Elements(anchor=anchors, valid=anchors >= 0, layout=shape)
+        return unroll_parallel(head, TARGET, batch, taps, elements)
+
+    near, far = run(others, anchors)
+    packed_near, packed_far = run(packed, anchors + size)
+    # the row that ends a document is followed by another's token: it counts for nothing
+    tight = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(packed_near[:, size:-1], near[:, :-1], **tight)
+    np.testing.assert_allclose(packed_far, far, **tight)
+    assert not supervised(packed, 3)[0, 0, size - 2 : size].any()
+
+
 def test_layout_and_chains():
     shape = layout(100, 4, 0.5, 0.2)
     assert shape.counts == (50, 25, 20)  # 0.5, 0.25, and the floor above 0.125

@@ -38,7 +38,8 @@ from training.data import (
     read_examples,
     read_summary,
 )
-from training.features import FeatureFile, check_features, write_features
+from training.evaluation import decode_workloads
+from training.features import FeatureFile, check_features, without_layers, write_features
 from training.heads import make_head, new_head
 from training.logs import read_log
 from training.loop import TrainingStopped, train
@@ -87,8 +88,8 @@ def config(data, output, **changes):
     return TrainConfig(**(fields | changes))
 
 
-def run(settings, target=TARGET):
-    return train(settings, target=target, stop_token_ids=(), console=QUIET)
+def run(settings, target=TARGET, **given):
+    return train(settings, target=target, stop_token_ids=(), console=QUIET, **given)
 
 
 def untrained(settings):
@@ -125,6 +126,33 @@ def test_trained_head_drafts_better(data, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     assert {row["kind"] for row in log} == {"train", "valid"}
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_decodes_on_the_way(data, tmp_path):
+    workloads = {"a": [[7, 3, 9], [1, 50]], "b": [[20, 21, 22]]}
+    settings = config(
+        data,
+        tmp_path,
+        max_updates=4,
+        decode_prompts=Path("held-out"),
+        decode_every=2,
+        decode_tokens=9,
+    )
+    result = run(settings, workloads=workloads)
+    first, last = (row for row in read_log(tmp_path) if row["kind"] == "decode")
+    assert (first["update"], last["update"]) == (2, 4)
+    found = decode_workloads(
+        TARGET,
+        specjax.Eagle3(result.head, num_draft=3),
+        workloads,
+        max_new_tokens=9,
+        stop_token_ids=(),
+    )
+    assert last["mean_acceptance_length"] == found["all"]["mean_over_workloads"]
+    assert {name: last[name] for name in workloads} == {
+        name: found[name]["mean_acceptance_length"] for name in workloads
+    }
+    assert (tmp_path / "training.png").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -612,6 +640,14 @@ def test_features_are_validated(data, tmp_path):
         FeatureFile(tmp_path, (0, 2), {"target": "tiny"})
 
 
+def test_stored_states_need_no_layers(data):
+    alone, tokens = without_layers(TARGET), np.arange(12).reshape(2, 6)
+    same(alone.lookup(tokens), TARGET.lookup(tokens))
+    x = TARGET.lookup(tokens)
+    same(alone.logits(x, np.arange(5)), TARGET.logits(x, np.arange(5)))
+    assert not any(x.size for x in jax.tree.leaves(alone.layers))
+
+
 def test_no_room_for_features_is_said_first(data, tmp_path, monkeypatch):
     import shutil
 
@@ -644,6 +680,7 @@ def test_config_files(tmp_path):
         ("taps = 5", "taps must be a list of int or left out; got 5"),
         ('taps = ["a"]', "taps must be a list of int"),
         ("decode_prompts = 5", "decode_prompts must be Path or left out; got 5"),
+        ("decode_every = 5", "needs decode_prompts; got 5 and None"),
         ("weight_decay = nan", "weight_decay must be a finite number; got nan"),
         ("keep = 0", "keep must be in"),
         ("keep_least = 1.5", "keep_least must be in"),

@@ -59,6 +59,7 @@ class TrainConfig:
       save_every: updates between two checkpoints, which is what a crash can lose.
       decode_prompts: JSON lines of prompts to decode at the end, by workload; None decodes nothing.
       decode_tokens: new tokens per prompt then.
+      decode_every: updates between two greedy decodings of these prompts on the way; None decodes them at the end alone.
       compute_dtype: of matrices in the step; masters are float32. None: float32 on CPU, bfloat16 elsewhere.
       data_parallel, model_parallel: devices along which batches and head, and the target's layers, are split.
     """
@@ -105,6 +106,7 @@ class TrainConfig:
     save_every: int = 200
     decode_prompts: Path | None = None
     decode_tokens: int = 128
+    decode_every: int | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     data_parallel: int = 1
     model_parallel: int = 1
@@ -140,6 +142,11 @@ class TrainConfig:
             raise ValueError(f"steps must be at least 2 for p_eagle, got {self.steps}")
         if self.max_updates is not None and self.max_updates < 1:
             raise ValueError(f"max_updates must be at least 1, got {self.max_updates}")
+        if self.decode_every is not None and (self.decode_every < 1 or self.decode_prompts is None):
+            raise ValueError(
+                f"decode_every must be at least 1, and needs decode_prompts; got {self.decode_every} "
+                f"and {self.decode_prompts}"
+            )
         if self.taps is not None and not self.taps:
             raise ValueError("taps must name at least one layer, got none")
         for name in ("learning_rate", "muon_learning_rate", "clip", "epochs", "step_decay"):

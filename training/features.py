@@ -96,6 +96,17 @@ def _whole_features(target: Transformer, batch: Batch, taps: tuple[int, ...]) ->
     return Features(taps=found, teacher=Teacher(last=last, log_total=total, best=best))
 
 
+def without_layers(target: Transformer) -> Transformer:
+    """What training on stored states needs of the target: embedding, final norm and logits. Its layers' arrays are empty,
+    so that theirs is free memory once nobody else holds them."""
+
+    def keep(path: Any, x: Array) -> Array:
+        inside = jax.tree_util.keystr(path).startswith(".layers")
+        return jnp.zeros((0,) * x.ndim, x.dtype) if inside else x
+
+    return jax.tree_util.tree_map_with_path(keep, target)
+
+
 class FeatureFile:
     """Hidden states of every sequence of a split, in bfloat16 on disk.
 

@@ -15,7 +15,7 @@ from training.files import write_whole
 class RunLog:
     """Writes figures as they come.
 
-    `log.jsonl` gets one object a line, with `kind` "train" or "valid"; a resumed run goes on in the same files,
+    `log.jsonl` gets one object a line, with `kind` "train", "valid" or "decode"; a resumed run goes on in the same files,
     and lines of updates that it repeats are dropped.
 
     Args:
@@ -99,9 +99,20 @@ def draw_run(rows: list[dict[str, Any]], left: Any, right: Any) -> None:
         if lines:
             updates = [r["update"] for r in lines]
             left.plot(updates, [r["loss"] for r in lines], style, label=kind, ms=4)
-            right.plot(updates, [r["simulated_length"] for r in lines], style, label=kind, ms=4)
+            right.plot(
+                updates,
+                [r["simulated_length"] for r in lines],
+                style,
+                label=f"{kind}, simulated",
+                ms=4,
+            )
+    if lines := [r for r in rows if r["kind"] == "decode"]:
+        updates = [r["update"] for r in lines]
+        right.plot(
+            updates, [r["mean_acceptance_length"] for r in lines], "s-", label="decoded", ms=4
+        )
     left.set(xlabel="updates", ylabel="loss (nats)", title="Loss")
-    right.set(xlabel="updates", ylabel="tokens per round", title="Simulated acceptance length")
+    right.set(xlabel="updates", ylabel="tokens per round", title="Acceptance length")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,8 @@ from specjax.models.transformer import Transformer
 from training.checkpoints import RunCheckpoints
 from training.config import TrainConfig
 from training.data import Summary, batches, read_summary
+from training.evaluation import decode_workloads
+from training.features import without_layers
 from training.heads import is_trained, make_head
 from training.logs import RunLog, plot_run, read_log
 from training.p_eagle import layout
@@ -36,7 +38,7 @@ from training.step import Step, TrainState, make_optimizer
 
 # Settings that may change between the parts of one run.
 FREE = ("output", "log_every", "evaluate_every", "save_every", "decode_prompts", "decode_tokens")
-FREE += ("feature_folder", "data_parallel", "model_parallel", "accumulate")
+FREE += ("decode_every", "feature_folder", "data_parallel", "model_parallel", "accumulate")
 STALLED = 12  # evaluations without a better loss that end a run
 
 
@@ -66,6 +68,7 @@ def train(
     *,
     target: Transformer | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    workloads: Mapping[str, Sequence[Sequence[int]]] | None = None,
     console: Console | None = None,
 ) -> Result:
     """Trains a head, or goes on with a run that was interrupted.
@@ -73,6 +76,7 @@ def train(
     Args:
       config: the run.
       target, stop_token_ids: the model and its stop tokens, where they are not to be loaded from `config.target`.
+      workloads: held-out prompts as token ids, by name, that are decoded every `config.decode_every` updates.
       console: where it is shown.
 
     SIGTERM saves and ends with `TrainingStopped`. Started again, however it ended, a run reaches bit for bit the
@@ -121,12 +125,16 @@ def train(
         state, frozen = place_head((state, frozen), mesh)
     try:
         source = Source(config, model, summary, head.config.taps, console, mesh)
+        if config.features == "offline" and config.decode_every is None:
+            model = without_layers(model)
         first = checkpoints.latest or 0
         if first:
             state = checkpoints.load(state, data)
             console.print(f"going on after update {first}")
         log = RunLog(config.output, updates, first, console)
-        run = Run(config, step, frozen, model, source, data, checkpoints, log)
+        run = Run(
+            config, step, frozen, model, source, data, checkpoints, log, workloads, stop_token_ids
+        )
         stopped = None
         try:
             with until_terminated() as terminated:
@@ -198,6 +206,8 @@ class Run:
     data: Iterator
     checkpoints: RunCheckpoints
     log: RunLog
+    workloads: Mapping[str, Sequence[Sequence[int]]] | None
+    stop_token_ids: Sequence[int]
 
     def go(self, state: TrainState, updates: int, terminated: threading.Event) -> TrainState:
         """Updates until the last, logged, evaluated and saved.
@@ -234,6 +244,9 @@ class Run:
                 losses.append(figures["loss"])
             if saving:
                 self.checkpoints.save(update, state, self.data, length)
+            if self.workloads and config.decode_every and update % config.decode_every == 0:
+                self.log.add("decode", update, self.decode(state, self.workloads))
+                began, seen = time.perf_counter(), 0
             if ending and not last:
                 self.checkpoints.wait()
                 raise TrainingStopped(
@@ -261,6 +274,25 @@ class Run:
             tally = report.tally if tally is None else jax.tree.map(jnp.add, tally, report.tally)
         assert isinstance(tally, Tally)
         return {"loss": total / max(float(tally.counted[0]), 1.0), **tally.figures()}
+
+    def decode(
+        self, state: TrainState, workloads: Mapping[str, Sequence[Sequence[int]]]
+    ) -> dict[str, Any]:
+        """Tokens a pass in real decoding, greedily, on average and by workload; and what stood by position."""
+        head = self.step.structure.join(state.params, self.frozen)
+        found = decode_workloads(
+            self.target,
+            specjax.head_drafter(head, self.config.steps),
+            workloads,
+            max_new_tokens=self.config.decode_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+        whole = found.pop("all")
+        return {
+            "mean_acceptance_length": whole["mean_over_workloads"],
+            "acceptance_per_position": whole["acceptance_per_position"],
+            **{name: row["mean_acceptance_length"] for name, row in found.items()},
+        }
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def specjax_update(job: Job) -> Update:
     import specjax
     from training.config import TrainConfig
     from training.eagle3 import Batch
-    from training.features import Features
+    from training.features import Features, without_layers
     from training.heads import new_head
     from training.losses import Teacher
 
@@ -113,6 +113,7 @@ def specjax_update(job: Job) -> Update:
     specjax.save_head(head, job.folder, "speculators", target=target)
     step, params, frozen = make_step(config, head, jnp.dtype(job.dtype))
     state = step.start(params)
+    target = without_layers(target)  # as a run on stored features does
     del head, params
 
     def update(count: int, length: int) -> tuple[float, float]:

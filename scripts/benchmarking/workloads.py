@@ -41,10 +41,11 @@ def decode_in_turn(
     stop_token_ids: Sequence[int],
     console: Console,
     description: str = "",
+    slots: int | None = None,
 ) -> dict[str, list[specjax.Generation]]:
     """Every batch of prompts with every drafter in turn, so that what slows the machine down slows all of them.
 
-    Times are of decoding alone. Batch i has key i.
+    Times are of decoding alone. Batch i has key i. `slots` is `generate`'s.
     """
     found: dict[str, list[specjax.Generation]] = {name: [] for name in drafters}
     for i, prompts in enumerate(progress(batches, description, console)):
@@ -58,6 +59,7 @@ def decode_in_turn(
                     sampling=sampling,
                     key=i,
                     stop_token_ids=stop_token_ids,
+                    slots=slots,
                 )
             )
     return found

@@ -13,6 +13,7 @@ from flax import nnx
 from specjax.checkpoints.eagle import head_parts, head_tensor, parse_head_config
 from specjax.checkpoints.mtp import (
     DIALECTS,
+    file_names,
     mtp_dialect,
     mtp_parts,
     mtp_renamer,
@@ -83,7 +84,10 @@ def load_head(
         what = "a P-EAGLE head"
     maps = {name: file.read(name) for name in MAPS if name in file.shapes}
     ids = draft_ids(config, maps, str(folder))
-    check_tensors(tensor_shapes(parts), file.shapes, str(folder), what, lambda name: name in spare)
+    spell = str if dialect is None else file_names(dialect, config.taps[0])
+    check_tensors(
+        tensor_shapes(parts), file.shapes, str(folder), what, lambda name: name in spare, spell
+    )
 
     if borrowed and model is None and raw.get("target_name") in BUILT_IN:
         from specjax.checkpoints import load_target  # which stands above this module

@@ -260,6 +260,7 @@ def check_tensors(
     where: str,
     what: str,
     ignored: Callable[[str], bool] = lambda _: False,
+    spell: Callable[[str], str] = str,
 ) -> None:
     """Raises `CheckpointError` with every missing, unknown and misshapen tensor.
 
@@ -269,14 +270,15 @@ def check_tensors(
       where: the file's name, for the message.
       what: the kind of model, for the message.
       ignored: whether a tensor carries nothing.
+      spell: a tensor's name in the file.
     """
     missing = [
-        f"missing tensor {name}, expected shape {shape}"
+        f"missing tensor {spell(name)}, expected shape {shape}"
         for name, shape in expected.items()
         if name not in shapes
     ]
     misshapen = [
-        f"tensor {name}: expected shape {shape}, got {tuple(shapes[name])}"
+        f"tensor {spell(name)}: expected shape {shape}, got {tuple(shapes[name])}"
         for name, shape in expected.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]

@@ -78,12 +78,15 @@ class Observation:
       count: int32[B], how many of them are real, 0..T.
       taps: [B, T, A, D], the target's hidden states at these tokens, for the layers that `drafter.taps` names.
       next_token: int32[B], the committed token that follows the last real one.
+      widths: after a round, in which few of the T tokens were accepted, numbers of columns that are worth a program of
+        their own, the last one T; for a piece of a prompt none (static).
     """
 
     tokens: Array
     count: Array
     taps: Array
     next_token: Array
+    widths: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
 
 def drafts_committed(drafted: Array, length: Array, observation: Observation) -> Array:

@@ -13,8 +13,10 @@ from jax import Array
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.chain import Vocabulary, check_draft_length, draft_chain, propose_chain
 from specjax.drafters.tree import StaticTree, TopKTree, grow
+from specjax.models.cache import Block
 from specjax.models.heads import Head, check_head
 from specjax.models.transformer import Target
+from specjax.trees import climb
 
 
 @struct.dataclass
@@ -36,15 +38,20 @@ def observe_rows(
 ) -> HeadState:
     """Passes over committed rows, whose hidden states are the target's own."""
     tokens, count = observation.tokens, observation.count
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    size = tokens.shape[1]
+    index = jnp.arange(size, dtype=jnp.int32)
     follows = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     follows = jnp.where(index == count[:, None] - 1, observation.next_token[:, None], follows)
     positions = state.cache.length[:, None] + index
-    rows, block = head(
-        head.embed(target, follows), head.fuse(observation.taps), positions, state.cache
-    )
     last = jnp.maximum(count - 1, 0)[:, None, None]
-    newest = jnp.take_along_axis(rows, last, axis=1)[:, 0]
+
+    def at_width(width: int) -> tuple[Array, Block]:
+        hidden = head.fuse(observation.taps[:, :width])
+        embedded = head.embed(target, follows[:, :width])
+        rows, block = head(embedded, hidden, positions[:, :width], state.cache)
+        return jnp.take_along_axis(rows, last, axis=1)[:, 0], block.pad(size)
+
+    newest, block = climb(observation.widths or (size,), jnp.max(count), at_width)
     return HeadState(
         cache=state.cache.commit(block, count),
         hidden=jnp.where((count > 0)[:, None], newest, state.hidden),

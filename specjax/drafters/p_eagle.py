@@ -13,10 +13,11 @@ from jax import Array
 
 from specjax.drafters.base import Context, Observation, Proposal
 from specjax.drafters.chain import Vocabulary, check_draft_length, draw_token, propose_chain
+from specjax.models.cache import Block
 from specjax.models.eagle import EagleHead
 from specjax.models.heads import check_head
 from specjax.models.transformer import Target
-from specjax.trees import ladder
+from specjax.trees import climb, ladder
 
 
 @struct.dataclass
@@ -85,7 +86,7 @@ class PEagle:
         waiting = state.tokens.shape[1]
 
         def catch_up(state: PEagleState) -> PEagleState:
-            return self._pass(target, state, state.tokens, state.taps, state.count)
+            return self._pass(target, state, state.tokens, state.taps, state.count, ())
 
         if tokens.shape[1] <= waiting:
             # a round: nothing waits but where the last proposal was left out, and then that is caught up with
@@ -112,7 +113,8 @@ class PEagle:
         every = jnp.concatenate([state.taps[:, :1], taps], axis=1)
         every = jnp.take_along_axis(every, at[..., None, None], axis=1)
         known = state.count + count
-        passed = self._pass(target, state, follows, every, known)
+        widths = tuple(1 + width for width in observation.widths)
+        passed = self._pass(target, state, follows, every, known, widths)
         last = jnp.maximum(known - 1, 0)[:, None]
         return replace(
             passed,
@@ -125,12 +127,23 @@ class PEagle:
         )
 
     def _pass(
-        self, target: Target, state: PEagleState, tokens: Array, taps: Array, count: Array
+        self,
+        target: Target,
+        state: PEagleState,
+        tokens: Array,
+        taps: Array,
+        count: Array,
+        widths: tuple[int, ...],
     ) -> PEagleState:
         """Keeps the first `count` of some rows; nothing waits afterwards."""
         head, size = self.head, tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)
-        _, block = head(head.embed(target, tokens), head.fuse(taps), positions, state.cache)
+
+        def at_width(width: int) -> Block:
+            embedded, hidden = head.embed(target, tokens[:, :width]), head.fuse(taps[:, :width])
+            return head(embedded, hidden, positions[:, :width], state.cache)[1].pad(size)
+
+        block = climb(widths or (size,), jnp.max(count), at_width)
         return replace(
             state, cache=state.cache.commit(block, count), count=jnp.zeros_like(state.count)
         )
@@ -142,15 +155,28 @@ class PEagle:
         head, cache, count = self.head, state.cache, state.count[:, None]
         assert head.config.mask_token_id is not None
         vocabulary = Vocabulary(head.target_ids, target.vocab_size)
-        masks = ((0, 0), (0, self.num_draft - 1))
-        slot = jnp.arange(state.tokens.shape[1] + self.num_draft - 1, dtype=jnp.int32)
-        tokens = jnp.where(slot < count, jnp.pad(state.tokens, masks), head.config.mask_token_id)
-        hidden = jnp.pad(head.fuse(state.taps), (*masks, (0, 0)))
-        hidden = jnp.where((slot < count)[..., None], hidden, head.fused_mask())
-        positions = cache.length[:, None] + slot
-        rows, block = head(head.embed(target, tokens), hidden, positions, cache)
+        waiting = state.tokens.shape[1]
         index = jnp.maximum(count - 1, 0) + jnp.arange(self.num_draft)
-        logits = head.logits(jnp.take_along_axis(rows, index[..., None], axis=1))
+        mask = (
+            head.fused_mask()
+        )  # the same in every round: outside the switch, XLA takes it out of the loop
+
+        def at_width(width: int) -> tuple[Array, Block]:
+            """With room for `width` rows that wait: what the slots made, and the rows' keys and values."""
+            masks = ((0, 0), (0, self.num_draft - 1))
+            slot = jnp.arange(width + self.num_draft - 1, dtype=jnp.int32)
+            tokens = jnp.pad(state.tokens[:, :width], masks)
+            tokens = jnp.where(slot < count, tokens, head.config.mask_token_id)
+            hidden = jnp.pad(head.fuse(state.taps[:, :width]), (*masks, (0, 0)))
+            hidden = jnp.where((slot < count)[..., None], hidden, mask)
+            positions = cache.length[:, None] + slot
+            rows, block = head(head.embed(target, tokens), hidden, positions, cache)
+            # of the block the masked slots would reach past the cache
+            slots = jnp.take_along_axis(rows, index[..., None], axis=1)
+            return slots, block.narrow(width).pad(waiting)
+
+        slots, kept = climb(ladder(self.num_draft), jnp.max(state.count), at_width)
+        logits = head.logits(slots)
         drafts, markov, seen = [], head.readout.markov, context.seen
         for i in range(self.num_draft):
             slot_logits = logits[:, i]
@@ -162,7 +188,6 @@ class PEagle:
         draft = replace(draft, log_q=vocabulary.spread(draft.log_q))
         # a prompt of one token has no row yet to draft from
         length = jnp.where(state.count > 0, self.num_draft, 0).astype(jnp.int32)
-        kept = block.narrow(state.tokens.shape[1])  # the masked slots would reach past the cache
         state = replace(
             state, cache=cache.commit(kept, state.count), count=jnp.zeros_like(state.count)
         )
