@@ -8,7 +8,9 @@ Speeds are ratios of measurements taken in turn in one process: the machines are
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -90,6 +92,7 @@ class Options:
       draft_vocab_size: of the heads that are trained.
       sequences: of a training batch.
       lengths: tokens of a training sequence; growth is measured from half the least to twice the most.
+      training_types: of the products in training; processors without bfloat16 arithmetic take minutes for an update.
       gpu_shapes: of the model with random weights; `tiny` tries the section anywhere.
       repeats: measurements of a cost, of which the median is reported; workloads and heads are decoded once, in turn.
       json: write every figure to this file.
@@ -114,6 +117,7 @@ class Options:
     draft_vocab_size: int = 8192
     sequences: int = 4
     lengths: tuple[int, ...] = (512, 1024)
+    training_types: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     gpu_shapes: gpu.ShapeName = "llama-8b"
     repeats: int = 3
     json: Path | None = None
@@ -279,8 +283,16 @@ class Benchmark:
         return result
 
 
-def train(options: Options) -> dict[str, Any]:
-    """The section of training; it loads the target in processes of its own."""
+def train(options: Options, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The section of training; it loads the target in processes of its own. `report` is given what was found so far."""
+
+    def tell(found: dict[str, Any]) -> None:
+        dtype, by_length = list(found["trainers"].items())[-1]
+        length, trainers = list(by_length.items())[-1]
+        speeds = (f"{name} {x['tokens_per_second']:.0f}" for name, x in trainers.items())
+        console.print(f"{dtype}, {length} tokens a sequence: tokens/s {', '.join(speeds)}")
+        report(found)
+
     lengths = sorted(options.lengths)
     growing = [lengths[0] // 2, *lengths, 2 * lengths[-1]]
     result = training.measure_training(
@@ -290,7 +302,9 @@ def train(options: Options) -> dict[str, Any]:
         lengths=lengths,
         growing_counts=(1, 2, 4),
         growing_lengths=growing,
+        dtypes=options.training_types,
         repeats=options.repeats,
+        report=tell,
     )
     for table in training.training_tables(result, options.sequences):
         console.print(table)
@@ -315,7 +329,7 @@ def main(options: Options) -> None:
         for section in own:
             add(section, getattr(benchmark, section)())
     if "training" in options.sections:
-        add("training", train(options))
+        add("training", train(options, partial(add, "training")))
     if "gpu" in options.sections:
         add("gpu", gpu.measure_gpu(options.gpu_shapes, options.repeats, console))
     if options.plots is not None:

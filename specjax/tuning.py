@@ -135,11 +135,15 @@ def measure_draft_cost(
         after = jax.jit(drafter.observe)(target, state.drafter_state, seen)
         state = replace(state, drafter_state=after)
     hand_over = jax.jit(nothing)
-    parts = [jax.jit(part) for part in ([propose, observe] if drafter.taps else [propose])]
+    parts = [(jax.jit(propose), state)]
+    if (
+        drafter.taps
+    ):  # on what proposing leaves behind, as in a round: P-EAGLE's rows no longer wait then
+        parts.append((jax.jit(observe), jax.jit(draft)(target, drafter, state)[0]))
     ratios = []
     for _ in range(repeats + 1):
         call = time_call(hand_over, target, drafter, state)
-        spent = sum(time_call(part, target, drafter, state) - call for part in parts)
+        spent = sum(time_call(part, target, drafter, at) - call for part, at in parts)
         whole = time_pass(target, 1, batch=batch, slots=state.tokens.shape[1])
         ratios.append(spent / whole)
     return max(float(np.median(ratios[1:])), 0.0)  # the first compiled

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +91,11 @@ def measure_training(
     lengths: Sequence[int],
     growing_counts: Sequence[int],
     growing_lengths: Sequence[int],
+    dtypes: Sequence[str],
     repeats: int,
+    report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Every trainer in both types at every length, and specjax's growth in float32.
+    """Every trainer in every type at every length, and specjax's growth in the first type.
 
     Args:
       source: of the target.
@@ -102,6 +104,8 @@ def measure_training(
       lengths: T.
       growing_counts: B of the growth, at the first of `lengths`.
       growing_lengths: T of the growth, of one sequence.
+      dtypes: of products; masters are float32.
+      report: given what was found so far after every length, since a slow trainer takes long.
 
     Returns:
       `trainers`: by type, length and trainer, see `compare`; `growth`: by law; `skipped`: reasons by trainer.
@@ -110,7 +114,7 @@ def measure_training(
     with tempfile.TemporaryDirectory() as folder:
         own = Job("specjax", source, folder, draft_vocab_size)
         theirs = replace(own, side="speculators")
-        for dtype in ("float32", "bfloat16"):
+        for dtype in dtypes:
             # specjax comes first: it writes the head that all start from
             jobs = {
                 OWN: replace(own, dtype=dtype),
@@ -126,10 +130,11 @@ def measure_training(
                         trainers[name] = stack.enter_context(running(job))
                     except CannotTakePart as reason:
                         found["skipped"][name] = str(reason)
-                found["trainers"][dtype] = {
-                    length: compare(trainers, count, length, repeats) for length in lengths
-                }
-                if dtype == own.dtype:
+                found["trainers"][dtype] = {}
+                for length in lengths:
+                    found["trainers"][dtype][length] = compare(trainers, count, length, repeats)
+                    report(found)
+                if not found["growth"]:
                     found["growth"] = measure_growth(
                         trainers[OWN], growing_counts, lengths[0], growing_lengths, repeats
                     )
@@ -207,7 +212,7 @@ def training_tables(found: Mapping[str, Any], count: int) -> list[Table]:
     table.caption = (
         "One by one, speculators' loss is specjax's; packed, it also has rows that cross the ends."
     )
-    growth = Table("of", "law", "at", "measured", "off", title="Growth of an update, float32")
+    growth = Table("of", "law", "at", "measured", "off", title="Growth of an update")
     for name, law in found["growth"].items():
         measured = ", ".join(f"{y:.3g}" for y in law["y"])
         at = ", ".join(map(str, law["x"]))
