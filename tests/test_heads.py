@@ -182,6 +182,27 @@ def test_p_eagle_beyond_its_training_changes_no_token():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "switches", [{}, {"qk_norm": True, "width": 24}, {"qkv_bias": True, "norm_output": True}]
+)
+def test_a_tree_of_one_branch_is_a_chain(switches):
+    target = tiny_target()
+    head = tiny_head(target, **switches)
+    outs = [
+        specjax.generate(target, [[3, 1, 4, 1, 5], [9] * 12], drafter=drafter, max_new_tokens=24)
+        for drafter in (
+            specjax.Eagle3(head, num_draft=3),
+            specjax.Eagle3(head, tree=specjax.StaticTree((1, 1, 1))),
+        )
+    ]
+    for x, y in zip(*(out.tokens for out in outs), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for count in ("rounds", "accepted", "accepted_per_position"):
+        chain, tree = (getattr(out.statistics, count) for out in outs)
+        np.testing.assert_array_equal(chain, tree)
+
+
 def test_p_eagle_needs_a_mask_token():
     target = tiny_target()
     drafter = specjax.PEagle(tiny_head(target))

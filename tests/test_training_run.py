@@ -166,11 +166,8 @@ def whole(data, features, tmp_path_factory):
     return run(config(data, tmp_path_factory.mktemp("whole"), **features))
 
 
-@pytest.mark.thorough
-@pytest.mark.xdist_group("run")
-def test_resumed_run_is_bit_identical(data, features, whole, tmp_path, monkeypatch):
-    """Ended by SIGTERM, in the middle between two saves."""
-    settings = config(data, tmp_path, **features)
+def terminate_at(update, monkeypatch):
+    """SIGTERM arrives while an update is being prepared."""
     import training.source
 
     count, advance = 0, training.source.Source.parts
@@ -178,11 +175,20 @@ def test_resumed_run_is_bit_identical(data, features, whole, tmp_path, monkeypat
     def parts(self, *given):
         nonlocal count
         count += 1
-        if count == 5:
+        if count == update:
             os.kill(os.getpid(), signal.SIGTERM)
         return advance(self, *given)
 
     monkeypatch.setattr(training.source.Source, "parts", parts)
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("run")
+def test_resumed_run_is_bit_identical(data, features, whole, tmp_path, monkeypatch):
+    """Ended by SIGTERM, in the middle between two saves."""
+    settings = config(data, tmp_path, **features)
+
+    terminate_at(5, monkeypatch)
     with pytest.raises(TrainingStopped, match="update 5 is saved"):
         run(settings)
     resumed = run(settings)
@@ -253,6 +259,19 @@ OTHERS = {
     },
     "mtp": {"recipe": "mtp", "taps": None, "step_decay": 0.6},
 }
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("run")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_heads_resume_bit_identical(data, tmp_path, name, monkeypatch):
+    """P-EAGLE's anchors are drawn anew in every update, the same ones whether or not the run was interrupted."""
+    short = {"max_updates": 5, "save_every": 9, "evaluate_every": 9, **OTHERS[name]}
+    whole = run(config(data, tmp_path / "whole", **short))
+    terminate_at(2, monkeypatch)
+    with pytest.raises(TrainingStopped, match="update 2 is saved"):
+        run(config(data, tmp_path / "parts", **short))
+    same(run(config(data, tmp_path / "parts", **short)).head, whole.head)
 
 
 @pytest.mark.thorough
