@@ -411,7 +411,8 @@ def test_trainers_are_compared_on_the_same_head(place):
     found = measure(place, sections=("training",), **given)["training"]
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.02)):
         trainers = found["trainers"][dtype]["16"]
-        own = trainers.pop("specjax")
+        own, whole = (trainers.pop(name) for name in (training.OWN, training.WHOLE))
+        assert whole["loss"] == pytest.approx(own["loss"], rel=tolerance)
         assert own["times_as_fast"] == 1 and min(own.values()) > 0
         assert set(trainers) | set(found["skipped"]) == set(training.PEERS)
         if trainers:

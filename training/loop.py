@@ -1,5 +1,6 @@
 """A training run from its settings to a head on disk."""
 
+import gc
 import hashlib
 import json
 import math
@@ -127,6 +128,7 @@ def train(
         source = Source(config, model, summary, head.config.taps, console, mesh)
         if config.features == "offline" and config.decode_every is None:
             model = without_layers(model)
+            gc.collect()  # modules are cycles: their arrays would stay for a while
         first = checkpoints.latest or 0
         if first:
             state = checkpoints.load(state, data)

@@ -4,6 +4,7 @@ What it holds is then its own, and nothing is imported here that only the other 
 its argument, and for each line [B, T] on its input does one update of B sequences of T tokens and answers with a line.
 """
 
+import gc
 import json
 import os
 import resource
@@ -36,7 +37,8 @@ class Job:
       folder: of the head that both start from; specjax's side writes it.
       draft_vocab_size: Vd.
       dtype: `float32`, or `bfloat16` for products, with masters in float32.
-      packed: whether speculators gets a batch as one sequence [1, B T], or sequence by sequence.
+      at_once: whether a batch goes through whole, which for speculators is one sequence [1, B T]; or sequence by
+        sequence, with accumulated gradients.
     """
 
     side: Literal["specjax", "speculators"]
@@ -44,7 +46,7 @@ class Job:
     folder: str
     draft_vocab_size: int
     dtype: str = "float32"
-    packed: bool = False
+    at_once: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -115,13 +117,15 @@ def specjax_update(job: Job) -> Update:
     state = step.start(params)
     target = without_layers(target)  # as a run on stored features does
     del head, params
+    gc.collect()
 
     def update(count: int, length: int) -> tuple[float, float]:
         nonlocal state
         tokens, states = examples(target.vocab_size, target.config.hidden_size, count, length)
-        one = jnp.ones((1, count, length), jnp.int32)
-        batch = Batch(tokens=jnp.asarray(tokens)[None], wanted=one > 0, document=one)
-        given = jnp.asarray(states)[None]
+        parts = 1 if job.at_once else count
+        one = jnp.ones((parts, count // parts, length), jnp.int32)
+        batch = Batch(tokens=jnp.asarray(tokens).reshape(one.shape), wanted=one > 0, document=one)
+        given = jnp.asarray(states).reshape(*one.shape, *states.shape[2:])
         # the likeliest token is one of the draft vocabulary, so that every row counts, as for the peer
         teacher = Teacher(
             last=given[..., TAPS, :], log_total=jnp.zeros(one.shape), best=jnp.zeros_like(one)
@@ -184,7 +188,7 @@ def speculators_update(job: Job) -> Update:
         states = torch.from_numpy(drawn[1].view(np.int16)).view(torch.bfloat16)
         states = states.to(getattr(torch, job.dtype))
         began, total = time.perf_counter(), 0.0
-        parts = 1 if job.packed else count
+        parts = 1 if job.at_once else count
         for part in zip(tokens.chunk(parts), states.chunk(parts), strict=True):
             loss = loss_of(*part) / parts
             loss.backward()

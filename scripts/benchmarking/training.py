@@ -1,8 +1,8 @@
 """Training an EAGLE-3 head: specjax beside speculators, and how specjax's cost grows.
 
 Same weights, features, loss and optimizer; every trainer has a process of its own (`trainers`), and they are measured in
-turn. speculators takes a batch as one packed sequence, whose scores are those of all pairs of its tokens, so it is measured
-on sequences one by one with accumulated gradients as well.
+turn. Each takes a batch at once, and sequence by sequence with accumulated gradients: speculators packs it into one sequence,
+whose scores are those of all pairs of its tokens.
 
 B sequences, T tokens, S steps.
 """
@@ -29,7 +29,8 @@ from benchmarking.growth import SCRIPTS, fit_line, in_turn, row
 from benchmarking.peers import CannotTakePart
 from benchmarking.trainers import STEPS, Job
 
-OWN, PEERS = "specjax", ("speculators, one by one", "speculators, packed")
+OWN, WHOLE = "specjax, one by one", "specjax, at once"
+PEERS = "speculators, one by one", "speculators, packed"
 
 
 class Trainer:
@@ -118,8 +119,9 @@ def measure_training(
             # specjax comes first: it writes the head that all start from
             jobs = {
                 OWN: replace(own, dtype=dtype),
+                WHOLE: replace(own, dtype=dtype, at_once=True),
                 PEERS[0]: replace(theirs, dtype=dtype),
-                PEERS[1]: replace(theirs, dtype=dtype, packed=True),
+                PEERS[1]: replace(theirs, dtype=dtype, at_once=True),
             }
             with ExitStack() as stack:
                 trainers: dict[str, Trainer] = {}
@@ -148,7 +150,7 @@ def compare(
 
     Returns:
       by trainer: `tokens_per_second` of the median update, `loss` of the first one, `peak_bytes` until here, and
-      `times_as_fast` as it is specjax.
+      `times_as_fast` as it is specjax, one by one.
     """
     answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for _ in range(repeats + 1):  # the first warms up

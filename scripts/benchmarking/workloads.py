@@ -274,9 +274,7 @@ def workload_table(result: Mapping[str, Any], title: str) -> Table:
     )
     lengths = [f["limits"]["length"] for f in result.values() if "limits" in f]
     if unknown := sorted({name for found in lengths for name, x in found.items() if x is None}):
-        table.caption += (
-            f"; {', '.join(unknown)}: sampled drafts are judged by chance, so they have no limit and no part in the choice"
-        )
+        table.caption += f"; {', '.join(unknown)}: sampled drafts are judged by chance, so they have no limit and no part in the choice"
     return table
 
 

@@ -5,6 +5,7 @@ table, `parameter_parts`, says which of them make up which parameter. Names, sha
 all checked before the first tensor is read, and every problem is reported at once.
 """
 
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -299,11 +300,11 @@ def check_tensors(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory at a multiple of 64 bytes: JAX on CPU then takes it without a copy."""
+    """Memory at a multiple of 64 bytes: JAX on CPU then takes it without a copy. Pages of its own, which the system has
+    back as soon as nobody holds them; malloc would keep them for the process."""
     size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
+    memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+    return memory[:size].view(dtype).reshape(shape)
 
 
 def _blocks(view: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -28,9 +28,9 @@ def project(x: Array, weight: Array, bias: Array | None = None, *, dtype=None) -
     The result is of the weight's type, or of `dtype`, to which sums are then rounded once.
     """
     flat = weight.reshape(weight.shape[0], -1)
-    x = x.astype(flat.dtype)
+    rows = x.astype(flat.dtype).reshape(-1, x.shape[-1])
     product: Any = _bfloat16_product if flat.dtype == jnp.bfloat16 else _product
-    y = product(x, flat, dtype)
+    y = product(rows, flat, dtype)
     y = y.reshape(*x.shape[:-1], *weight.shape[1:])
     return y if bias is None else y + bias
 
