@@ -167,6 +167,7 @@ class Advisor:
                 min(self.prompts, key=len),
                 batch=costs.batch,
                 max_new_tokens=self.options.max_new_tokens,
+                slots=self.slots,
                 repeats=self.options.repeats,
             )
             for k in counts

@@ -26,7 +26,7 @@ from specjax.drafters.base import Context, Drafter, Observation, Proposal, Share
 from specjax.models.transformer import Target
 from specjax.sampling import Processors, round_keys, tokens_seen
 from specjax.statistics import Statistics
-from specjax.trees import Tree, climb, ladder
+from specjax.trees import Tree, climb, ladder, row_widths
 from specjax.verification import Acceptance, Verification
 
 
@@ -236,7 +236,7 @@ def commit(
         seen = seen.at[rows, new].set(True, mode="drop")
 
     observation = Observation(
-        tokens=block, count=emitted, taps=taps, next_token=newest, widths=ladder(size)
+        tokens=block, count=emitted, taps=taps, next_token=newest, widths=row_widths(size)
     )
     return replace(
         state,

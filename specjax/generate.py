@@ -188,8 +188,9 @@ def generate(
       key: a `jax.random.key`, one per prompt or one for all, or an integer seed. A row depends on its own key alone.
       stop_token_ids: a row ends after the first of these.
       verification: how drafts are judged; what differs from the default in law is said there.
-      slots: of the caches, rounded up to a multiple of 128; None is the next of 256, 384, 512, 768, ... that has room.
-        Every number is a program of its own: calls that name one share it, whatever the lengths of their prompts.
+      slots: of the caches, at least what prompt, new tokens and drafts need, rounded up to a multiple of 128; None is the
+        next of 256, 384, 512, 768, ... that has room. Every number is a decoding program of its own (and every batch size):
+        calls that name one share it, whatever the lengths of their prompts.
 
     Raises:
       ValueError: empty prompts, ids outside the vocabulary, more tokens than the model's context, a drafter that was

@@ -28,6 +28,12 @@ def ladder(num_draft: int) -> tuple[int, ...]:
     return (*widths, widest)
 
 
+def row_widths(num_draft: int) -> tuple[int, ...]:
+    """Numbers of a round's committed rows for which a drafter's own pass over them is compiled: on CPUs, where a product
+    costs by its rows, a ladder. Accelerators stream the weights whatever their number, and a choice costs them more."""
+    return ladder(num_draft) if jax.default_backend() == "cpu" else (num_draft + 1,)
+
+
 def climb(widths: Sequence[int], needed: Array, at_width: Callable[[int], Result]) -> Result:
     """`at_width` of the narrowest width that has room for what is needed; no other one runs.
 

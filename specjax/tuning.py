@@ -18,7 +18,7 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.generate import bucket, generate, prepare
 from specjax.models.transformer import Target, Transformer
 from specjax.sampling import Sampling
-from specjax.trees import ladder
+from specjax.trees import row_widths
 
 
 @partial(jax.jit, static_argnames=("width", "passes"), donate_argnames="cache")
@@ -93,6 +93,7 @@ def measure_draft_cost(
     *,
     batch: int = 1,
     max_new_tokens: int = 64,
+    slots: int | None = None,
     repeats: int = 5,
 ) -> float:
     """Cost of one proposal after a prompt, in target passes over one token: the median of measurements in turn.
@@ -102,7 +103,7 @@ def measure_draft_cost(
     Args:
       prompt: token ids.
       batch: rows, all of this prompt.
-      max_new_tokens: room that the caches have beside the prompt.
+      max_new_tokens: room that the caches have beside the prompt; slots: theirs, as `generate` takes them.
     """
     drafter, state, chunk = prepare(
         target,
@@ -112,6 +113,7 @@ def measure_draft_cost(
         sampling=Sampling(),
         key=0,
         stop_token_ids=(),
+        slots=slots,
     )
     state = prefill(target, drafter, state, chunk)
     tokens = jnp.zeros((batch, drafter.num_draft + 1), jnp.int32)
@@ -121,29 +123,33 @@ def measure_draft_cost(
         count=jnp.full(batch, min(2, tokens.shape[1]), jnp.int32),
         taps=jnp.zeros(taps.shape, taps.dtype),
         next_token=tokens[:, 0],
-        widths=ladder(drafter.num_draft),
+        widths=row_widths(drafter.num_draft),
     )
 
     def propose(target: Target, drafter: Any, state: DecodeState) -> Any:
         return draft(target, drafter, state)[1]
 
-    def observe(target: Target, drafter: Any, state: DecodeState) -> Any:
+    def observe(target: Target, drafter: Any, state: DecodeState, seen: Observation) -> Any:
         after = drafter.observe(target, state.drafter_state, seen)
         return jax.tree.map(lambda x: x.ravel()[:1], after)  # its arrays stay where they are
 
+    @jax.jit
+    def observed(target: Target, drafter: Any, state: DecodeState, seen: Observation) -> Any:
+        return drafter.observe(target, state.drafter_state, seen)
+
     if drafter.taps:
-        after = jax.jit(drafter.observe)(target, state.drafter_state, seen)
+        after = observed(target, drafter, state, seen)
         state = replace(state, drafter_state=after)
     hand_over = jax.jit(nothing)
-    parts = [(jax.jit(propose), state)]
+    parts: list[tuple[Any, tuple[Any, ...]]] = [(jax.jit(propose), (state,))]
     if (
         drafter.taps
     ):  # on what proposing leaves behind, as in a round: P-EAGLE's rows no longer wait then
-        parts.append((jax.jit(observe), jax.jit(draft)(target, drafter, state)[0]))
+        parts.append((jax.jit(observe), (jax.jit(draft)(target, drafter, state)[0], seen)))
     ratios = []
     for _ in range(repeats + 1):
         call = time_call(hand_over, target, drafter, state)
-        spent = sum(time_call(part, target, drafter, at) - call for part, at in parts)
+        spent = sum(time_call(part, target, drafter, *given) - call for part, given in parts)
         whole = time_pass(target, 1, batch=batch, slots=state.tokens.shape[1])
         ratios.append(spent / whole)
     return max(float(np.median(ratios[1:])), 0.0)  # the first compiled

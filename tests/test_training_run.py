@@ -138,6 +138,10 @@ def test_decodes_on_the_way(data, tmp_path):
         decode_every=2,
         decode_tokens=9,
     )
+    with pytest.raises(ValueError, match="workloads must be given to decode every 2 updates"):
+        run(settings)
+    with pytest.raises(ValueError, match=r"prompts\[0\] has .* tokens and max_new_tokens is 9"):
+        run(settings, workloads={"a": [[1] * TARGET.context_length]})
     result = run(settings, workloads=workloads)
     first, last = (row for row in read_log(tmp_path) if row["kind"] == "decode")
     assert (first["update"], last["update"]) == (2, 4)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from rich.console import Console
 
 import specjax
 from specjax.checkpoints.head_export import save_head
+from specjax.generate import check_prompts
 from specjax.models.heads import Head
 from specjax.models.transformer import Transformer
 from training.checkpoints import RunCheckpoints
@@ -69,7 +71,7 @@ def train(
     *,
     target: Transformer | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    workloads: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    workloads: Mapping[str, Sequence[Sequence[int]]] = MappingProxyType({}),
     console: Console | None = None,
 ) -> Result:
     """Trains a head, or goes on with a run that was interrupted.
@@ -94,6 +96,12 @@ def train(
     model = specjax.load_target(config.target, dtype=dtype) if target is None else target
     if stop_token_ids is None:
         stop_token_ids = specjax.load_tokenizer(config.target).stop_token_ids
+    if config.decode_every and not workloads:
+        raise ValueError(
+            f"workloads must be given to decode every {config.decode_every} updates, got none"
+        )
+    for prompts in workloads.values():
+        check_prompts(model, prompts, config.decode_tokens)
     summary = read_summary(config.data)
     check_data(config, model, summary, console)
     head = make_head(config, model, summary, stop_token_ids)
@@ -208,7 +216,7 @@ class Run:
     data: Iterator
     checkpoints: RunCheckpoints
     log: RunLog
-    workloads: Mapping[str, Sequence[Sequence[int]]] | None
+    workloads: Mapping[str, Sequence[Sequence[int]]]
     stop_token_ids: Sequence[int]
 
     def go(self, state: TrainState, updates: int, terminated: threading.Event) -> TrainState:
@@ -246,8 +254,8 @@ class Run:
                 losses.append(figures["loss"])
             if saving:
                 self.checkpoints.save(update, state, self.data, length)
-            if self.workloads and config.decode_every and update % config.decode_every == 0:
-                self.log.add("decode", update, self.decode(state, self.workloads))
+            if config.decode_every and update % config.decode_every == 0 and not ending:
+                self.log.add("decode", update, self.decode(state))
                 began, seen = time.perf_counter(), 0
             if ending and not last:
                 self.checkpoints.wait()
@@ -277,15 +285,13 @@ class Run:
         assert isinstance(tally, Tally)
         return {"loss": total / max(float(tally.counted[0]), 1.0), **tally.figures()}
 
-    def decode(
-        self, state: TrainState, workloads: Mapping[str, Sequence[Sequence[int]]]
-    ) -> dict[str, Any]:
+    def decode(self, state: TrainState) -> dict[str, Any]:
         """Tokens a pass in real decoding, greedily, on average and by workload; and what stood by position."""
         head = self.step.structure.join(state.params, self.frozen)
         found = decode_workloads(
             self.target,
             specjax.head_drafter(head, self.config.steps),
-            workloads,
+            self.workloads,
             max_new_tokens=self.config.decode_tokens,
             stop_token_ids=self.stop_token_ids,
         )

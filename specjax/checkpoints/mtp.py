@@ -223,7 +223,7 @@ def mtp_parts(config: MTPConfig) -> Parts:
 
 
 def file_names(dialect: str, layers: int) -> Callable[[str], str]:
-    """`mtp_renamer` backwards, for files that hold a module alone."""
+    """`mtp_renamer` backwards, for messages and for files that hold a module alone."""
     spoken = DIALECTS[dialect]
     prefix = spoken.prefix.format(layers=layers)
     back = {ours: theirs for theirs, ours in spoken.names.items()}

@@ -6,7 +6,9 @@ all checked before the first tensor is read, and every problem is reported at on
 """
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -22,6 +24,7 @@ from specjax.models.transformer import Transformer
 READ = 1 << 21  # elements of a tensor that are in memory at a time
 TILE = 128  # rows that are transposed at a time: few enough for the processor's cache
 LISTED = 40  # problems of one kind that a message spells out
+HUGE = 1 << 22  # bytes from which memory is asked for in huge pages
 EVERYTHING = slice(None)
 M = TypeVar("M")
 
@@ -284,7 +287,7 @@ def check_tensors(
         if name in shapes and tuple(shapes[name]) != shape
     ]
     unknown = [
-        f"unknown tensor {name} of shape {tuple(shape)}"
+        f"unknown tensor {spell(name)} of shape {tuple(shape)}"
         for name, shape in shapes.items()
         if name not in expected and not ignored(name)
     ]
@@ -300,11 +303,15 @@ def check_tensors(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory at a multiple of 64 bytes: JAX on CPU then takes it without a copy. Pages of its own, which the system has
-    back as soon as nobody holds them; malloc would keep them for the process."""
+    """Memory at a multiple of 64 bytes: JAX on CPU then takes it without a copy. Pages of its own, huge ones where the
+    system has them, which go back to it as soon as nobody holds them; malloc would keep them for the process."""
     size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
-    return memory[:size].view(dtype).reshape(shape)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    pages = mmap.mmap(-1, max(size, 1), **private)
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)[:size].view(dtype).reshape(shape)
 
 
 def _blocks(view: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -17,7 +17,7 @@ from specjax.models.cache import Block
 from specjax.models.eagle import EagleHead
 from specjax.models.heads import check_head
 from specjax.models.transformer import Target
-from specjax.trees import climb, ladder
+from specjax.trees import climb, row_widths
 
 
 @struct.dataclass
@@ -68,7 +68,7 @@ class PEagle:
             raise ValueError("head must be a P-EAGLE head, with a mask token; got an EAGLE-3 head")
 
     def init(self, target: Target, batch: int, slots: int) -> PEagleState:
-        config, waiting = self.head.config, ladder(self.num_draft)[-1]
+        config, waiting = self.head.config, self.num_draft + 1
         shape = (batch, waiting, len(config.taps), config.target_hidden_size)
         return PEagleState(
             cache=self.head.init_cache(batch, slots),
@@ -83,10 +83,10 @@ class PEagle:
         follows = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
         follows = jnp.where(index == count[:, None] - 1, observation.next_token[:, None], follows)
         taps = observation.taps.astype(state.taps.dtype)
-        waiting = state.tokens.shape[1]
+        waiting, widths = state.tokens.shape[1], row_widths(self.num_draft)
 
         def catch_up(state: PEagleState) -> PEagleState:
-            return self._pass(target, state, state.tokens, state.taps, state.count, ())
+            return self._pass(target, state, state.tokens, state.taps, state.count, widths)
 
         if tokens.shape[1] <= waiting:
             # a round: nothing waits but where the last proposal was left out, and then that is caught up with
@@ -175,7 +175,7 @@ class PEagle:
             slots = jnp.take_along_axis(rows, index[..., None], axis=1)
             return slots, block.narrow(width).pad(waiting)
 
-        slots, kept = climb(ladder(self.num_draft), jnp.max(state.count), at_width)
+        slots, kept = climb(row_widths(self.num_draft), jnp.max(state.count), at_width)
         logits = head.logits(slots)
         drafts, markov, seen = [], head.readout.markov, context.seen
         for i in range(self.num_draft):

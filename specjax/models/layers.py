@@ -28,7 +28,11 @@ def project(x: Array, weight: Array, bias: Array | None = None, *, dtype=None) -
     The result is of the weight's type, or of `dtype`, to which sums are then rounded once.
     """
     flat = weight.reshape(weight.shape[0], -1)
-    rows = x.astype(flat.dtype).reshape(-1, x.shape[-1])
+    rows = x.astype(flat.dtype)
+    if jax.default_backend() == "cpu":
+        # XLA would lay out anew what has more dimensions for the product that is the weight's gradient. Elsewhere the
+        # batch may lie on several devices, which it could not, merged with what stands before it.
+        rows = rows.reshape(-1, x.shape[-1])
     product: Any = _bfloat16_product if flat.dtype == jnp.bfloat16 else _product
     y = product(rows, flat, dtype)
     y = y.reshape(*x.shape[:-1], *weight.shape[1:])
