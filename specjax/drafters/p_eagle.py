@@ -153,20 +153,19 @@ class PEagle:
     ) -> tuple[Proposal, PEagleState]:
         """One pass over the rows that wait and N - 1 masked slots after them."""
         head, cache, count = self.head, state.cache, state.count[:, None]
-        assert head.config.mask_token_id is not None
+        mask_token: Any = head.config.mask_token_id  # `check` has seen to it
         vocabulary = Vocabulary(head.target_ids, target.vocab_size)
         waiting = state.tokens.shape[1]
         index = jnp.maximum(count - 1, 0) + jnp.arange(self.num_draft)
-        mask = (
-            head.fused_mask()
-        )  # the same in every round: outside the switch, XLA takes it out of the loop
+        # the same in every round: outside the switch, so that XLA takes it out of the loop
+        mask = head.fused_mask()
 
         def at_width(width: int) -> tuple[Array, Block]:
             """With room for `width` rows that wait: what the slots made, and the rows' keys and values."""
             masks = ((0, 0), (0, self.num_draft - 1))
             slot = jnp.arange(width + self.num_draft - 1, dtype=jnp.int32)
             tokens = jnp.pad(state.tokens[:, :width], masks)
-            tokens = jnp.where(slot < count, tokens, head.config.mask_token_id)
+            tokens = jnp.where(slot < count, tokens, mask_token)
             hidden = jnp.pad(head.fuse(state.taps[:, :width]), (*masks, (0, 0)))
             hidden = jnp.where((slot < count)[..., None], hidden, mask)
             positions = cache.length[:, None] + slot
