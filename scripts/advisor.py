@@ -1,13 +1,14 @@
 """The measurements behind `advise.py`: what stood, what it cost, and what the best setting did."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarking.workloads import decode_in_turn, tokens_per_second
-from common import DrafterName, encode_workloads, make_drafter
+from common import DrafterName, count_compilations, encode_workloads, make_drafter
 from findings import Advice, Candidate, Check, Choice, Trial, choose
 from rich.console import Console
 
@@ -123,26 +124,40 @@ class Advisor:
 
     def run(
         self,
-        batches: list[list[list[int]]],
+        parts: Mapping[str, list[list[list[int]]]],
         drafters: dict[str, Any],
         temperature: float,
         description: str,
-    ) -> dict[str, list[specjax.Generation]]:
+    ) -> dict[str, dict[str, list[specjax.Generation]]]:
+        """Batches of prompts, by workload, with every drafter in turn; by workload and drafter.
+
+        All of them once more where anything was compiled: a program's branches are set up when they first run, each at
+        the price of many tokens, and a prompt may be the first to need one.
+        """
         options = self.options
         sampling = specjax.Sampling(
             temperature=temperature, top_k=options.top_k, top_p=options.top_p
         )
-        return decode_in_turn(
-            self.target,
-            batches,
-            drafters,
-            sampling=sampling,
-            max_new_tokens=options.max_new_tokens,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            console=self.console,
-            description=description,
-            slots=self.slots,
-        )
+
+        def sweep() -> dict[str, dict[str, list[specjax.Generation]]]:
+            return {
+                workload: decode_in_turn(
+                    self.target,
+                    batches,
+                    drafters,
+                    sampling=sampling,
+                    max_new_tokens=options.max_new_tokens,
+                    stop_token_ids=self.tokenizer.stop_token_ids,
+                    console=self.console,
+                    description=f"{description} {workload}",
+                    slots=self.slots,
+                )
+                for workload, batches in parts.items()
+            }
+
+        with count_compilations() as compiled:
+            outs = sweep()
+        return sweep() if compiled else outs
 
     def measure_curve(self, batch: int) -> np.ndarray:
         """Seconds of a target pass of every width of the ladder, at a batch size."""
@@ -178,12 +193,8 @@ class Advisor:
     def try_out(self, costs: specjax.RoundCosts, temperature: float) -> list[Trial]:
         """Every candidate on every prompt, beside plain decoding."""
         drafters = {"plain": None} | {c.name: c.make(c.longest, costs) for c in self.candidates}
-        outs = {
-            workload: self.run(
-                [[p] for p in prompts], drafters, temperature, f"T={temperature:g} {workload}"
-            )
-            for workload, prompts in self.workloads.items()
-        }
+        single = {w: [[p] for p in prompts] for w, prompts in self.workloads.items()}
+        outs = self.run(single, drafters, temperature, f"T={temperature:g}")
         joined = {name: [out for w in outs.values() for out in w[name]] for name in drafters}
         profile = specjax.AcceptanceProfile.measured
         return [
@@ -205,12 +216,11 @@ class Advisor:
         setting = candidate.make(choice.prediction.num_draft, costs)
         drafters = {"plain": None, "setting": setting, "again": None}
         parts = self.workloads if size == 1 else {"": self.prompts}
-        outs = {}
+        batches = {}
         for workload, prompts in parts.items():
             filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // size) * size)]
-            batches = [filled[i : i + size] for i in range(0, len(filled), size)]
-            name = f"checking at batch {size} {workload}"
-            outs[workload] = self.run(batches, drafters, choice.trial.temperature, name)
+            batches[workload] = [filled[i : i + size] for i in range(0, len(filled), size)]
+        outs = self.run(batches, drafters, choice.trial.temperature, f"checking at batch {size}")
         joined = {name: [out for w in outs.values() for out in w[name]] for name in drafters}
         speeds = {name: tokens_per_second(runs) for name, runs in joined.items()}
         return Check(
