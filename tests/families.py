@@ -28,6 +28,23 @@ GPT_OSS = {
         "rope_theta": 150000.0,
     },
 }
+DEEPSEEK_MIXTURE = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -113,6 +130,31 @@ FAMILIES = {
     ),
     "phi3": ("Phi3", {"sliding_window": 8, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "glm4-moe": (
+        "Glm4Moe",
+        DEEPSEEK_MIXTURE | {"head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", DEEPSEEK_MIXTURE | LATENT | {"q_lora_rank": 12}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        DEEPSEEK_MIXTURE
+        | LATENT
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
     "gpt-oss-variant": (  # clamps that many numbers meet
         "GptOss",
         GPT_OSS
@@ -145,5 +187,8 @@ def save_family(family: str, folder: Path, **more):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model

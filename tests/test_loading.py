@@ -44,6 +44,21 @@ QWEN3_MOE = {
     "moe_intermediate_size": 48,
 }
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 
 def shapes_of(raw: dict, quantised=()) -> dict[str, tuple[int, ...]]:
@@ -169,6 +184,11 @@ FAMILIES = [
     {"model_type": "gemma3_text"},
     {"model_type": "phi3"},
     GPT_OSS,
+    {"model_type": "glm4_moe", "use_qk_norm": True} | DEEPSEEK,
+    {"model_type": "glm4_moe_lite"} | DEEPSEEK | LATENT,
+    {"model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 3, "topk_group": 2}
+    | DEEPSEEK
+    | LATENT,
 ]
 
 
@@ -221,6 +241,9 @@ SPARSE = {
     "gemma3_text": {"num_hidden_layers": 7},
     "phi3": SIZES,
     "gpt_oss": {"num_hidden_layers": 3},
+    "glm4_moe": {"num_hidden_layers": 3, "head_dim": 128},
+    "glm4_moe_lite": {"num_hidden_layers": 3},
+    "deepseek_v3": {"num_hidden_layers": 5},
 }
 
 
@@ -238,6 +261,8 @@ def test_silent_configs_mean_what_transformers_takes_them_for(family):
         nulls = {"rope_scaling": None, "sliding_window": None, "head_dim": None}
     elif family == "gpt_oss":
         nulls = dict.fromkeys(("rope_scaling", "rope_parameters", "layer_types", "sliding_window"))
+    elif family.startswith(("glm", "deepseek")):
+        nulls = {"rope_scaling": None}
     for extra in ({}, nulls):
         raw = SPARSE[family] | extra
         theirs = transformers.AutoConfig.for_model(family, **raw).to_dict()
@@ -275,6 +300,23 @@ OLD = {  # as the hub's config.json files spell it: the family's tiny model, fie
         "sliding_window_pattern": 2,
     },
     "phi3": {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
+    "glm4-moe": {"rope_theta": 1e6, "rope_scaling": None, "partial_rotary_factor": 0.5},
+    "glm4-moe-lite": {"rope_theta": 1e6, "partial_rotary_factor": 1.0, "topk_method": "noaux_tc"},
+    "deepseek-v3": {
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 32,
+            "type": "yarn",
+        },
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     "gpt-oss": {  # what the published config.json holds beside sizes, and nothing of alpha
         "num_local_experts": 6,
         "experts_per_token": 2,
@@ -362,7 +404,7 @@ def test_sparse_text_part_of_a_published_multimodal_config():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of gemma2, .*; got 'mamba'"),
+        ({"model_type": "mamba"}, "model_type must be one of deepseek_v3, .*; got 'mamba'"),
         ({"model_type": None}, "model_type must be one of .*; got None"),
         ({"hidden_size": None, "vocab_size": None}, "missing fields vocab_size, hidden_size"),
         ({"hidden_size": "wide"}, r"expected positive numbers, got \{'hidden_size': 'wide'\}"),
@@ -386,6 +428,14 @@ def test_sparse_text_part_of_a_published_multimodal_config():
         (GPT_OSS | {"num_experts_per_tok": 7}, "experts_per_token must.* num_experts, got 7 and 6"),
         (GPT_OSS | {"hidden_act": "gelu_pytorch_tanh"}, "must be one of silu; got 'gelu"),
         (GPT_OSS | {"swiglu_limit": None}, "float"),
+        ({"model_type": "glm4_moe"} | DEEPSEEK | {"n_group": 4}, "of equal size"),
+        ({"model_type": "glm4_moe"} | DEEPSEEK | {"n_group": 2, "num_experts_per_tok": 4}, "fewer"),
+        ({"model_type": "deepseek_v3", "attention_bias": True} | DEEPSEEK | LATENT, "no biases"),
+        ({"model_type": "deepseek_v3"} | DEEPSEEK | LATENT | {"v_head_dim": 21}, "value_dim must"),
+        (
+            {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]} | DEEPSEEK | LATENT,
+            "mlp_layer_types must name 2",
+        ),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             "got quant_method 'mxfp4' of.*'llama'",

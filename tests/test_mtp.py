@@ -219,25 +219,93 @@ def test_equals_transformers_layers(dialect, tmp_path):
     )
 
 
-def test_gated_module_equals_transformers_layer(tmp_path):
-    """Qwen3.5: an output gate, partial rotary embedding, norms of 1 + weight. Its target is none that is supported."""
+@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "deepseek-v3"])
+def test_equals_transformers_modules(name, tmp_path):
+    """Against the module that transformers itself puts beside its DeepSeek and GLM targets."""
     torch = pytest.importorskip("torch")
-    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no MtpModel")
+    model = save_family(name, tmp_path)
+    # which transformers' config of the light GLM does not know
+    model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]
+    module = layers.MtpModel(model, 1).eval()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for full, value in [*module.layers[0].named_parameters(), *module.layers[0].named_buffers()]:
+        torch.nn.init.normal_(value, 0.5 if value.ndim == 1 else 0.0, 0.3)
+        own = full.replace("post_norm.", "shared_head.norm.").removeprefix("mtp_block.")
+        value, stem = value.detach().numpy(), f"model.layers.4.{own.rpartition('.experts.')[0]}"
+        if own.endswith(("experts.gate_up_proj", "experts.down_proj")):  # released one by one
+            for e, one in enumerate(value):
+                for part, rows in zip(("gate", "up"), np.split(one, 2), strict=True):
+                    if own.endswith("gate_up_proj"):
+                        tensors[f"{stem}.experts.{e}.{part}_proj.weight"] = rows.copy()
+                if own.endswith("down_proj"):
+                    tensors[f"{stem}.experts.{e}.down_proj.weight"] = one.copy()
+        else:
+            tensors[f"model.layers.4.{own}"] = value.copy()
+    tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    # transformers does not leave the first embedding out
+    config |= {"mtp_zero_first": False, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = specjax.load_target(tmp_path, dtype="float32")
+    head = specjax.load_head(tmp_path, target)
+    at = torch.arange(7)[None]
+    with torch.no_grad():
+        states = model.model(torch.tensor([TOKENS[:-1]])).last_hidden_state
+        right = module.forward_layer(0, states, at, None, input_ids=torch.tensor([TOKENS[1:]]))
+        logits = model.lm_head(right)[0].numpy()
+    drafts, rows = proposal(target, head, TOKENS, 3)
+    np.testing.assert_allclose(rows, logits, rtol=1e-4, atol=1e-4)
+    assert drafts[0] == logits[-1].argmax()
+    options = {"max_new_tokens": 12}
+    plain = specjax.generate(target, [TOKENS], **options)
+    spoken = specjax.generate(target, [TOKENS], drafter=specjax.MTP(head), **options)
+    np.testing.assert_array_equal(plain.tokens[0], spoken.tokens[0])
+
+
+QWEN: dict[str, Any] = {
+    "qwen3_5": ("Qwen3_5", "Qwen3_5TextConfig", {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", {"num_experts": 5}),
+    "qwen3_next": ("Qwen3Next", "Qwen3NextConfig", {"num_experts": 5, "norm_topk_prob": False}),
+}
+MIXTURE = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_gated_module_equals_transformers_layer(family, tmp_path):
+    """Qwen3-Next and Qwen3.5: an output gate, partial rotary embedding, norms of 1 + weight, mixtures with a gated shared
+    expert. Their targets are none that is supported."""
+    torch = pytest.importorskip("torch")
+    place = f"transformers.models.{family}"
+    qwen = pytest.importorskip(f"{place}.modeling_{family}")
+    settings = pytest.importorskip(f"{place}.configuration_{family}")
+    prefix, config_class, fields = QWEN[family]
 
     torch.manual_seed(1)
+    nested = family != "qwen3_next"
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    if nested:
+        rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     types = ["linear_attention", "full_attention"]
-    shape = Qwen3_5TextConfig(
-        **SIZES, head_dim=16, num_hidden_layers=2, layer_types=types, rope_parameters=rope
-    )
+    text = {**SIZES, "head_dim": 16, "num_hidden_layers": 2, "layer_types": types}
+    text |= {"rope_parameters": rope} | fields | (MIXTURE if fields else {})
+    if family == "qwen3_5_moe":
+        text.pop("intermediate_size")
+    shape = getattr(settings, config_class)(**text)
     shape._attn_implementation = "eager"
     embedding, head = torch.nn.Embedding(61, 32), torch.nn.Linear(32, 61, bias=False)
     module = Reference(
-        qwen.Qwen3_5RMSNorm,
-        qwen.Qwen3_5DecoderLayer(shape, 1),
-        qwen.Qwen3_5TextRotaryEmbedding(shape),
+        getattr(qwen, f"{prefix}RMSNorm"),
+        getattr(qwen, f"{prefix}DecoderLayer")(shape, 1),
+        getattr(qwen, f"{prefix}{'Text' if nested else ''}RotaryEmbedding")(shape),
         embedding,
         head,
         hidden_first=False,
@@ -250,18 +318,23 @@ def test_gated_module_equals_transformers_layer(tmp_path):
         "norm": "mtp.norm",
         "layer": "mtp.layers.0.",
     }
+    inner = "model.language_model" if nested else "model"
     trunk = {
-        "model.language_model.embed_tokens.weight": embedding.weight.detach().numpy(),
+        f"{inner}.embed_tokens.weight": embedding.weight.detach().numpy(),
         "lm_head.weight": head.weight.detach().numpy(),
-        "model.language_model.norm.weight": np.zeros(32, np.float32),
-        "model.language_model.layers.0.input_layernorm.weight": np.zeros(32, np.float32),
+        f"{inner}.norm.weight": np.zeros(32, np.float32),
+        f"{inner}.layers.0.input_layernorm.weight": np.zeros(32, np.float32),
     }
-    save_file(trunk | module.tensors(names), tmp_path / "model.safetensors")
-    text = {**SIZES, "head_dim": 16, "num_hidden_layers": 2, "layer_types": types}
-    text |= {"rope_parameters": rope, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_5", "text_config": text})
-    )
+
+    def write_all():
+        save_file(trunk | module.tensors(names), tmp_path / "model.safetensors")
+        own = {"model_type": family, "text_config": text | {"model_type": f"{family}_text"}}
+        if not nested:
+            own = text | {"model_type": family}
+        (tmp_path / "config.json").write_text(json.dumps(own))
+
+    text["mtp_num_hidden_layers"] = 1
+    write_all()
     ours = specjax.load_head(tmp_path)
     hidden = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32)
     with torch.no_grad():
@@ -276,11 +349,8 @@ def test_gated_module_equals_transformers_layer(tmp_path):
     assert (np.asarray(ours.target_norm.weight[...]) == 1).all()
     # of a tied model's files the embedding is the vocabulary's rows
     del trunk["lm_head.weight"]
-    save_file(trunk | module.tensors(names), tmp_path / "model.safetensors")
     text["tie_word_embeddings"] = True
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_5", "text_config": text})
-    )
+    write_all()
     tied = specjax.load_head(tmp_path)
     np.testing.assert_array_equal(tied.readout.head[...], embedding.weight.detach().numpy().T)
 
@@ -342,8 +412,7 @@ def test_refused(tmp_path):
         )
     refuse("transformers drops them", {"d2t": tensors["d2t"]})
     refuse("one MTP module is supported", num_nextn_predict_layers=3)
-    refuse("multi-head latent attention", kv_lora_rank=64)
-    refuse("a shared expert", n_shared_experts=1)
+    refuse("model_type must be one of .*; got 'deepseek_v32'", model_type="deepseek_v32")
     refuse("mtp_hidden must be", mtp_hidden="behind")
     refuse("made for another target", vocab_size=64)
     refuse("unknown tensor", tensors | {f"model.layers.{layers}.gate.weight": np.zeros(3)})
@@ -390,3 +459,27 @@ def test_new_modules_of_every_family_travel(name, tmp_path):
     plain = specjax.generate(target, [[3, 1, 4]], **options)
     spoken = specjax.generate(target, [[3, 1, 4]], drafter=specjax.MTP(again), **options)
     np.testing.assert_array_equal(plain.tokens[0], spoken.tokens[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "gpt-oss"])
+def test_new_heads_for_mixtures_are_dense_and_travel(name, tmp_path):
+    """An EAGLE-3 head has none of what is peculiar to its target's layers."""
+    pytest.importorskip("transformers")
+    save_family(name, tmp_path / "target")
+    target = specjax.load_target(tmp_path / "target", dtype="float32")
+    settings = TrainConfig(target="tiny", data=tmp_path, output=tmp_path, taps=(1, 2, 3))
+    head = new_head(settings, target, np.arange(3, 128, 2, dtype=np.int32))
+    specjax.save_head(head, tmp_path / "head")
+    again = specjax.load_head(tmp_path / "head", target)
+    assert again.config == head.config
+    options = {"max_new_tokens": 12}
+    plain = specjax.generate(target, [[3, 1, 4]], **options)
+    spoken = specjax.generate(target, [[3, 1, 4]], drafter=specjax.Eagle3(again), **options)
+    np.testing.assert_array_equal(plain.tokens[0], spoken.tokens[0])
+    with pytest.raises(
+        ValueError, match=f"for targets of the families .*; got 1 for {target.config.family}"
+    ):
+        new_head(
+            TrainConfig(target="tiny", data=tmp_path, output=tmp_path, recipe="mtp"), target, None
+        )

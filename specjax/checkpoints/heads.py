@@ -13,6 +13,7 @@ from flax import nnx
 from specjax.checkpoints.eagle import head_parts, head_tensor, parse_head_config
 from specjax.checkpoints.mtp import (
     DIALECTS,
+    FusedExperts,
     file_names,
     mtp_dialect,
     mtp_parts,
@@ -24,6 +25,7 @@ from specjax.checkpoints.sources import BUILT_IN, resolve
 from specjax.checkpoints.weights import (
     CheckpointError,
     Parts,
+    TensorFile,
     check_tensors,
     fill_parameters,
     tensor_shapes,
@@ -122,7 +124,7 @@ def load_head(
     return head
 
 
-Found = tuple[EagleConfig | MTPConfig, SafetensorsFolder, Parts, set[str]]
+Found = tuple[EagleConfig | MTPConfig, TensorFile, Parts, set[str]]
 """A head's config, its tensors under one dialect's names, its parts, and which tensors the target gives."""
 
 
@@ -171,6 +173,8 @@ def _mtp(
     file = SafetensorsFolder(
         folder, rename=mtp_renamer(dialect, layers), types=lambda _: TYPES, pickled=PICKLED
     )
+    if config.decoder.num_experts:
+        file = FusedExperts(file)
     if "eh_proj.weight" not in file.shapes:
         raise CheckpointError(
             f"{folder}: config.json announces an MTP module, but its tensors are not there; transformers drops them "
@@ -197,7 +201,7 @@ def _mtp(
     return config, file, parts, borrowed
 
 
-def _own_embedding(config: HeadConfig, file: SafetensorsFolder, target: Transformer | None) -> bool:
+def _own_embedding(config: HeadConfig, file: TensorFile, target: Transformer | None) -> bool:
     """Whether the file's embedding is to be kept: the target's own is shared where they are equal."""
     name = "embed_tokens.weight"
     if name not in file.shapes:

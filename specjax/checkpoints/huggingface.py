@@ -1,105 +1,29 @@
 """Hugging Face folders: what config.json means, and the whole model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from specjax.checkpoints.defaults import DEFAULTS
 from specjax.checkpoints.safetensors_folder import SafetensorsFolder, read_json, same_name
 from specjax.checkpoints.stacked_experts import StackedExperts, stored_types
 from specjax.checkpoints.weights import CheckpointError, load_parameters
-from specjax.models.config import Activation, ClampedSwiGLU, LayerConfig, Rope, TransformerConfig
+from specjax.models.config import (
+    Activation,
+    ClampedSwiGLU,
+    Latent,
+    LayerConfig,
+    Rope,
+    SigmoidRouter,
+    TransformerConfig,
+)
 from specjax.models.transformer import Transformer
 
-# What a family's config class in transformers assumes where config.json is silent. A null in
-# config.json overrides these.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "max_position_embeddings": 32768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-    },
-    "gemma2": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma3_text": {  # the text part of published multimodal configs leaves out what equals these
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "gpt_oss": {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "sliding_window": 128,
-        "sliding_window_pattern": 2,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "rms_norm_eps": 1e-5,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-    },
-}
+MIXTURES = ("qwen3_moe", "gpt_oss")
+DEEPSEEK = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # mixtures with DeepSeek-V3's router
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -161,16 +85,25 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> Transformer
 def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
     count, heads = int(c["num_hidden_layers"]), int(c["num_attention_heads"])
     head_dim = int(c.get("head_dim") or c["hidden_size"] // heads)
+    latent, rotary = _latent(family, c), None
+    if latent is not None:
+        rotary = int(c["qk_rope_head_dim"])
+        head_dim = latent.content_dim + rotary
     gemma = family.startswith("gemma")
     windows = _windows(family, c, count)
     ropes, rope_of_layer = _ropes(family, c, windows)
     parameters = c.get("rope_parameters") or {}
-    partial = c.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))
+    # the newer place first: the older one may be no more than a default
+    partial = parameters.get("partial_rotary_factor", c.get("partial_rotary_factor"))
+    if latent is None and partial not in (None, 1):
+        rotary = int(head_dim * float(partial))
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: only causal models can be decoded from")
     gpt_oss = family == "gpt_oss"
-    experts = int(c.get("num_local_experts") or c.get("num_experts") or 0)
-    experts = experts if family in ("qwen3_moe", "gpt_oss") else 0
+    deepseek = family in DEEPSEEK
+    counted = ("n_routed_experts",) if deepseek else ("num_local_experts", "num_experts")
+    experts = next((int(c[name]) for name in counted if c.get(name)), 0)
+    experts = experts if deepseek or family in MIXTURES else 0
     sparse = _sparse(family, c, count) if experts else [False] * count
     expert_size = "intermediate_size" if gpt_oss else "moe_intermediate_size"
     biased = bool(c.get("attention_bias")) and family not in ("mistral", "qwen2", "phi3")
@@ -180,7 +113,7 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         hidden_size=int(c["hidden_size"]),
         mlp_size=int(c["intermediate_size"]),
         num_heads=heads,
-        num_kv_heads=int(c.get("num_key_value_heads") or heads),
+        num_kv_heads=heads if latent else int(c.get("num_key_value_heads") or heads),
         head_dim=head_dim,
         layers=tuple(
             LayerConfig(
@@ -192,27 +125,58 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         ),
         ropes=ropes,
         context_length=int(c["max_position_embeddings"]),
-        rotary_dim=None if partial in (None, 1) else int(head_dim * float(partial)),
+        rotary_dim=rotary,
         norm_eps=float(c["rms_norm_eps"]),
         tied=bool(c.get("tie_word_embeddings")),
         qkv_bias=biased or family == "qwen2",
-        output_bias=biased,
+        output_bias=biased and family != "glm4_moe",
         mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text")
+        or (family == "glm4_moe" and bool(c.get("use_qk_norm"))),
         post_norms=gemma,
         sinks=gpt_oss,
         activation=_activation(family, c),
         embedding_scale=float(c["hidden_size"]) ** 0.5 if gemma else 1.0,
-        attention_scale=float(c["query_pre_attn_scalar"]) ** -0.5 if gemma else None,
+        attention_scale=_attention_scale(family, c, head_dim, ropes[0]),
         attention_softcap=c.get("attn_logit_softcapping") if family == "gemma2" else None,
         logit_softcap=c.get("final_logit_softcapping") if gemma else None,
         num_experts=experts,
         experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
         expert_size=int(c[expert_size]) if experts else 0,
         normalize_experts=gpt_oss or not experts or bool(c.get("norm_topk_prob")),
+        router=SigmoidRouter(groups=int(c["n_group"]), kept=int(c["topk_group"]))
+        if deepseek
+        else None,
+        expert_factor=float(c["routed_scaling_factor"]) if deepseek else 1.0,
+        shared_expert_size=int(c["n_shared_experts"] or 0) * int(c["moe_intermediate_size"])
+        if deepseek
+        else 0,
         expert_bias=gpt_oss,
         norm_offset=1.0 if gemma else 0.0,
+        latent=latent,
     )
+
+
+def _latent(family: str, c: dict[str, Any]) -> Latent | None:
+    if family not in LATENT:
+        return None
+    rank = c["q_lora_rank"]
+    return Latent(
+        query_rank=None if rank is None else int(rank),
+        rank=int(c["kv_lora_rank"]),
+        content_dim=int(c["qk_nope_head_dim"]),
+        value_dim=int(c["v_head_dim"]),
+        interleaved=bool(c["rope_interleave"]),
+    )
+
+
+def _attention_scale(family: str, c: dict[str, Any], head_dim: int, rope: Rope) -> float | None:
+    """Gemma's own, and DeepSeek's where yarn stretches the context: None is head_dim ** -0.5."""
+    if family.startswith("gemma"):
+        return float(c["query_pre_attn_scalar"]) ** -0.5
+    if family not in LATENT or not rope.mscale_all_dim or rope.factor <= 1:
+        return None
+    return head_dim**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
 def _activation(family: str, c: dict[str, Any]) -> Activation:
@@ -230,6 +194,15 @@ def _sparse(family: str, c: dict[str, Any], count: int) -> list[bool]:
     """Which layers of a mixture of experts have them."""
     if family == "gpt_oss":
         return [True] * count
+    if family in DEEPSEEK:
+        kinds = c.get("mlp_layer_types") if family == "glm4_moe_lite" else None
+        if kinds is None:
+            return [i >= int(c["first_k_dense_replace"]) for i in range(count)]
+        if len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise ValueError(
+                f"mlp_layer_types must name {count} layers dense or sparse; got {kinds}"
+            )
+        return [kind == "sparse" for kind in kinds]
     dense, step = c.get("mlp_only_layers") or (), int(c["decoder_sparse_step"])
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
 
@@ -238,7 +211,11 @@ def _windows(family: str, c: dict[str, Any], count: int) -> list[int | None]:
     """Each layer's sliding window, as the family's network uses it."""
     window, types = c.get("sliding_window"), c.get("layer_types")
     qwen = family.startswith("qwen")
-    if family == "llama" or window is None or (qwen and not c.get("use_sliding_window")):
+    if (
+        family in ("llama", *DEEPSEEK)
+        or window is None
+        or (qwen and not c.get("use_sliding_window"))
+    ):
         return [None] * count
     if family in ("mistral", "phi3", "qwen3_moe"):  # these do not read layer_types
         sliding = [True] * count

@@ -5,10 +5,15 @@ Most lie in their target's own files, whose other tensors are passed over.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
+
 from specjax.checkpoints.huggingface import parse_config
+from specjax.checkpoints.safetensors_folder import SafetensorsFolder
 from specjax.checkpoints.weights import (
+    EVERYTHING,
     CheckpointError,
     Part,
     Parts,
@@ -112,14 +117,6 @@ def parse_mtp_config(
     counts = {name: (raw | fields)[name] for name in COUNTS if (raw | fields).get(name)}
     if any(count != 1 for count in counts.values()):
         raise CheckpointError(f"{where}: one MTP module is supported, got {counts}")
-    unsupported = {
-        "kv_lora_rank": "multi-head latent attention",
-        "shared_expert_intermediate_size": "a mixture with a shared expert",
-        "n_shared_experts": "a mixture with a shared expert",
-    }
-    for name, what in unsupported.items():
-        if fields.get(name):
-            raise CheckpointError(f"{where}: the MTP module has {what}, which is not supported")
     layers = int(fields.get("num_hidden_layers") or 0)
     depth = int(raw.get("num_target_layers") or layers)
     if dialect == "qwen":
@@ -128,6 +125,11 @@ def parse_mtp_config(
     last = LayerConfig(rope=base.layers[-1].rope, experts=base.layers[-1].experts)
     if dialect != "qwen" and not isinstance(nested, dict):
         last = base.layers[-1]  # of the target's own kind, its window too
+    if base.router is not None:
+        last = replace(last, experts=True)  # however few of the target's layers are mixtures
+    shared = fields.get("shared_expert_intermediate_size") if dialect == "qwen" else None
+    if shared:
+        base = replace(base, shared_expert_size=int(shared), shared_expert_gate=True)
     offset = spoken.norm_offset
     decoder = replace(
         base,
@@ -158,17 +160,54 @@ def parse_mtp_config(
 
 
 def _qwen_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Qwen3.5's full-attention layer as Qwen3's. Its other layers are of no concern here, and the three axes of its rotary
-    positions are one in text."""
+    """The full-attention layer of Qwen3-Next and Qwen3.5 as Qwen3's. Their other layers are of no concern here, and the three
+    axes of Qwen3.5's rotary positions are one in text."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    sparse = bool(fields.get("num_experts"))
     return {
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+        "intermediate_size": fields.get(
+            "moe_intermediate_size"
+        ),  # Qwen3.5's mixtures name no other
         **fields,
-        "model_type": "qwen3",
+        "model_type": "qwen3_moe" if sparse else "qwen3",
+        "mlp_only_layers": None,
+        "decoder_sparse_step": 1,
         "layer_types": None,
         "rope_scaling": None,
         "rope_parameters": {k: v for k, v in rope.items() if not k.startswith("mrope_")},
         "attn_output_gate": fields.get("attn_output_gate", True),
     }
+
+
+class FusedExperts:
+    """A file whose experts are stacked, `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] (Qwen3.5), read as tensors of one
+    expert each."""
+
+    def __init__(self, file: SafetensorsFolder):
+        self._file, self._places = file, {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in file.shapes.items():
+            stem, _, stack = name.rpartition(".experts.")
+            which = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(stack, ())
+            if not which or len(shape) != 3:
+                self.shapes[name] = shape
+                continue
+            rows = shape[1] // len(which)
+            for expert, (i, part) in product(range(shape[0]), enumerate(which)):
+                one = f"{stem}.experts.{expert}.{part}_proj.weight"
+                self.shapes[one] = (rows, shape[2])
+                self._places[one] = (name, expert, i * rows)
+
+    def read(self, name: str, rows: slice = EVERYTHING) -> np.ndarray:
+        """Some rows of a tensor."""
+        if name not in self._places:
+            return self._file.read(name, rows)
+        stack, expert, first = self._places[name]
+        start, stop, _ = rows.indices(self.shapes[name][0])
+        one = (slice(expert, expert + 1), slice(first + start, first + stop))
+        return self._file.read(stack, one)[0]
 
 
 def mtp_renamer(dialect: str, layers: int) -> Callable[[str], str | None]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.models.config import LayerConfig, TransformerConfig
+from specjax.models.config import Latent, LayerConfig, TransformerConfig
 from specjax.models.transformer import Transformer
 
 READ = 1 << 21  # elements of a tensor that are in memory at a time
@@ -147,6 +147,28 @@ def attention_parts(
         yield "sinks", [Part(f"{at}.sinks", (config.num_heads,))]
 
 
+def latent_parts(
+    config: TransformerConfig, latent: Latent, at: str
+) -> Iterator[tuple[str, list[Part]]]:
+    """Of one latent attention's matrices and norms."""
+    width, heads, head = config.hidden_size, config.num_heads, config.head_dim
+
+    def whole(name: str, *shape: int) -> list[Part]:
+        return [Part(f"{at}.{name}.weight", shape, (), True)]
+
+    if latent.query_rank is None:
+        yield "query", whole("q_proj", heads * head, width)
+    else:
+        yield "query_down", whole("q_a_proj", latent.query_rank, width)
+        yield "query_norm.weight", norm_part(config, f"{at}.q_a_layernorm", latent.query_rank)
+        yield "query", whole("q_b_proj", heads * head, latent.query_rank)
+    made = heads * (latent.content_dim + latent.value_dim)
+    yield "down", whole("kv_a_proj_with_mqa", latent.rank + config.rotary, width)
+    yield "norm.weight", norm_part(config, f"{at}.kv_a_layernorm", latent.rank)
+    yield "up", whole("kv_b_proj", made, latent.rank)
+    yield "output", whole("o_proj", width, heads * latent.value_dim)
+
+
 def _gated(at: str, width: int, hidden: int, index: tuple = ()) -> tuple[list[Part], list[Part]]:
     """Parts of gate_up [D, 2, F] and of down [F, D]; `index` selects an expert in front."""
     gate_up = [
@@ -175,6 +197,14 @@ def mlp_parts(
         count, hidden = config.num_experts, config.expert_size
         router = f"{at}.router" if config.family == "gpt_oss" else f"{at}.gate"
         yield "router", [Part(f"{router}.weight", (count, width), (), True)]
+        if config.router is not None:
+            yield "correction", [Part(f"{router}.e_score_correction_bias", (count,))]
+        if config.shared_expert_size:
+            shared = f"{at}.shared_expert" if config.shared_expert_gate else f"{at}.shared_experts"
+            pair = _gated(shared, width, config.shared_expert_size)
+            yield from zip(("shared.gate_up", "shared.down"), pair, strict=True)
+        if config.shared_expert_gate:
+            yield "shared_gate", [Part(f"{at}.shared_expert_gate.weight", (1, width), (), True)]
         pairs = [_gated(f"{at}.experts.{e}", width, hidden, (e,)) for e in range(count)]
         yield "gate_up", [part for gate_up, _ in pairs for part in gate_up]
         yield "down", [part for _, down in pairs for part in down]
@@ -208,7 +238,12 @@ def layer_parts(
     def norm(ours: str, theirs: str, size: int | None = None) -> tuple[str, list[Part]]:
         return f"{here}.{ours}.weight", norm_part(config, f"{there}.{theirs}", size)
 
-    for name, pieces in attention_parts(config, f"{there}.self_attn", inputs):
+    attention = (
+        attention_parts(config, f"{there}.self_attn", inputs)
+        if config.latent is None
+        else latent_parts(config, config.latent, f"{there}.self_attn")
+    )
+    for name, pieces in attention:
         yield f"{here}.attention.{name}", pieces
     for name, pieces in mlp_parts(config, f"{there}.mlp", layer.experts):
         yield f"{here}.mlp.{name}", pieces

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
 
-from specjax.models.config import LayerConfig, TransformerConfig
+from specjax.models.config import Latent, LayerConfig, TransformerConfig
 from specjax.models.layers import RMSNorm, matrix, project, rotate
 
+LATENT_EPS = (
+    1e-6  # of latent attention's norms, whatever the model's others have, as in transformers
+)
 NEVER = -1e30  # added to a masked score: finite, so that a fully masked row of padding gives no NaN
 
 
@@ -217,3 +220,57 @@ class Attention(nnx.Module):
             None if self.sinks is None else self.sinks[...],
         )
         return self.join(mixed, x), key, value
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made from one narrow vector per token (see `Latent`). The cache holds them as made,
+    values padded to the keys' width, so that everything else is as for any attention.
+
+    R latent width, N dimensions without a position, V of a value.
+    """
+
+    def __init__(self, config: TransformerConfig, latent: Latent, *, dtype, rngs: nnx.Rngs):
+        width, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        self.latent, self.scale, self.softcap = latent, config.scale, config.attention_softcap
+        rank = latent.query_rank
+        self.query_down = None if rank is None else matrix(rngs, width, rank, dtype=dtype)
+        self.query_norm = None if rank is None else RMSNorm(rank, LATENT_EPS)
+        self.query = matrix(rngs, rank or width, heads, head_dim, dtype=dtype)
+        self.down = matrix(rngs, width, latent.rank + config.rotary, dtype=dtype)
+        self.norm = RMSNorm(latent.rank, LATENT_EPS)
+        made = latent.content_dim + latent.value_dim
+        self.up = matrix(rngs, latent.rank, heads, made, dtype=dtype)
+        self.output = matrix(rngs, heads * latent.value_dim, width, dtype=dtype)
+        self.sinks = None
+
+    def split(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        latent = self.latent
+        cos, sin = (a[:, :, None] for a in angles)
+
+        def turn(a: Array) -> Array:
+            """[B, T, heads, rotated]"""
+            if (
+                latent.interleaved
+            ):  # queries and keys in the same order: their products do not change
+                a = jnp.concatenate([a[..., ::2], a[..., 1::2]], axis=-1)
+            return rotate(a, cos, sin)
+
+        asked = x
+        if self.query_down is not None and self.query_norm is not None:
+            asked = self.query_norm(project(x, self.query_down[...]))
+        query = project(asked, self.query[...])
+        content, turned = jnp.split(query, [latent.content_dim], axis=-1)
+        query = jnp.concatenate([content, turn(turned)], axis=-1)
+        narrow, common = jnp.split(project(x, self.down[...]), [latent.rank], axis=-1)
+        made = project(self.norm(narrow), self.up[...])
+        content, value = jnp.split(made, [latent.content_dim], axis=-1)
+        common = turn(common[:, :, None])
+        common = jnp.broadcast_to(common, (*content.shape[:-1], common.shape[-1]))
+        key = jnp.concatenate([content, common], axis=-1)
+        value = jnp.pad(value, ((0, 0),) * 3 + ((0, key.shape[-1] - value.shape[-1]),))
+        query, key, value = (jnp.swapaxes(a, 1, 2) for a in (query, key, value))
+        return query[:, :, None], key, value
+
+    def join(self, mixed: Array, x: Array) -> Array:
+        mixed = jnp.moveaxis(mixed[:, :, 0, :, : self.latent.value_dim], 1, 2)
+        return project(mixed.reshape(*mixed.shape[:2], -1), self.output[...])

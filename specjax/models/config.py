@@ -113,6 +113,40 @@ Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are made from one
+    narrow vector per token, and one rotated key is common to all heads.
+
+    Attributes:
+      query_rank: width of the vector that queries are made from; None makes them from the stream.
+      rank: width of the vector that keys and values are made from.
+      content_dim: dimensions of a query or key that are not rotated; the others, `rotary_dim` of them, follow.
+      value_dim: of a head's values.
+      interleaved: rotated dimensions are paired neighbour with neighbour, not half against half.
+    """
+
+    query_rank: int | None
+    rank: int
+    content_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouter:
+    """DeepSeek-V3's choice of experts (arXiv 2412.19437, section 2.1.2): a token's weights are sigmoids; a learned bias
+    decides about the choice alone.
+
+    Attributes:
+      groups: experts stand in so many groups of equal size,
+      kept: of which these many are chosen from, by the sum of their two best.
+    """
+
+    groups: int = 1
+    kept: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
@@ -152,9 +186,14 @@ class TransformerConfig:
       attention_softcap, logit_softcap: c * tanh(x / c); None is off.
       num_experts, experts_per_token, expert_size: the mixture's shape.
       normalize_experts: whether the chosen router probabilities are scaled to sum to 1.
+      router: how experts are chosen; None is by the softmax over all of them.
+      expert_factor: on what the chosen experts give together.
+      shared_expert_size: width of one more expert that every token has; 0 is none.
+      shared_expert_gate: that one counts by the sigmoid of a projection of what it reads (Qwen3-Next).
       output_gate: what attention gathers is multiplied by the sigmoid of a projection of what it reads (Qwen3.5).
       norm_offset: what files leave out of a norm's weight (Gemma, Qwen3.5: 1).
       expert_bias: whether router and experts carry biases.
+      latent: attention by compressed keys and values; `head_dim` is then that of queries and keys.
     """
 
     family: str
@@ -185,9 +224,14 @@ class TransformerConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     normalize_experts: bool = True
+    router: SigmoidRouter | None = None
+    expert_factor: float = 1.0
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
     output_gate: bool = False
     norm_offset: float = 0.0
     expert_bias: bool = False
+    latent: Latent | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -203,6 +247,35 @@ class TransformerConfig:
             raise ValueError(
                 "experts_per_token must be at least 1 and at most num_experts, "
                 f"got {self.experts_per_token} and {self.num_experts}"
+            )
+        if sparse and self.router is not None:
+            groups, kept = self.router.groups, self.router.kept
+            size = self.num_experts // max(groups, 1)
+            if groups * size != self.num_experts or size < 2 or not 1 <= kept <= groups:
+                raise ValueError(
+                    "groups of experts must be of equal size, at least 2, and some of them kept; "
+                    f"got {groups} for {self.num_experts} experts, {kept} kept"
+                )
+            if kept * size < self.experts_per_token:
+                raise ValueError(
+                    f"the groups that are kept have {kept * size} experts, fewer than experts_per_token {self.experts_per_token}"
+                )
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: Latent) -> None:
+        if latent.content_dim + self.rotary != self.head_dim or self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                "latent attention: head_dim must be content_dim and rotary_dim together and num_kv_heads num_heads; got "
+                f"{self.head_dim} for {latent.content_dim} and {self.rotary}, {self.num_kv_heads} and {self.num_heads} heads"
+            )
+        if not 1 <= latent.value_dim <= self.head_dim:  # values are kept as wide as keys
+            raise ValueError(
+                f"latent attention: value_dim must be in 1..head_dim {self.head_dim}, got {latent.value_dim}"
+            )
+        if self.qk_norm or self.qkv_bias or self.output_bias or self.output_gate or self.sinks:
+            raise ValueError(
+                "latent attention has no biases, norms of queries and keys, output gate or sinks here"
             )
 
     @property

@@ -4,6 +4,7 @@ B rows, T tokens, D model width, F feed-forward width, E experts, Dh head width.
 products of a few rows, which verification consists of, run up to twice as fast that way.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -145,7 +146,7 @@ def _add(y: Array, bias: nnx.Param | None, chosen: Array) -> Array:
 
 class Experts(nnx.Module):
     """Mixture of gated experts, `experts_per_token` of them chosen per token (Qwen3-MoE's router; gpt-oss's softmax over
-    the chosen logits is the same with `normalize_experts`).
+    the chosen logits is the same with `normalize_experts`; or `SigmoidRouter`), and one for all tokens where configured.
 
     No capacity limit: a token's output depends on that token alone, so rows cannot influence one another.
     """
@@ -161,20 +162,51 @@ class Experts(nnx.Module):
         self.down_bias = nnx.Param(jnp.zeros((experts, width), dtype)) if bias else None
         self.activation: Activation = config.activation
         self.per_token = config.experts_per_token
-        self.normalize = config.normalize_experts
+        self.normalize, self.factor = config.normalize_experts, config.expert_factor
+        self.choice = config.router
+        # like the norms' weights in float32
+        self.correction = nnx.Param(jnp.zeros(experts, jnp.float32)) if config.router else None
+        shared = replace(config, mlp_size=config.shared_expert_size, mlp_bias=False)
+        self.shared = MLP(shared, dtype=dtype, rngs=rngs) if shared.mlp_size else None
+        self.shared_gate = (
+            matrix(rngs, width, 1, dtype=dtype) if config.shared_expert_gate else None
+        )
 
     def __call__(self, x: Array) -> Array:
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        bias = None if self.router_bias is None else self.router_bias[...]
-        router = jax.nn.softmax(project(x, self.router[...], bias).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(router, self.per_token)  # [tokens, per_token]
-        if self.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights, chosen = self._choose(x)
         experts = self.gate_up.shape[0]
         few = x.shape[0] * self.per_token <= experts
         y = self._gathered(x, chosen) if few else self._grouped(x, chosen)
-        return jnp.sum(y * weights[..., None].astype(y.dtype), axis=1).reshape(shape)
+        y = jnp.sum(y * weights[..., None].astype(y.dtype), axis=1)
+        if self.shared is not None:
+            own = self.shared(x)
+            if self.shared_gate is not None:
+                own = own * jax.nn.sigmoid(project(x, self.shared_gate[...]))
+            y = y + own
+        return y.reshape(shape)
+
+    def _choose(self, x: Array) -> tuple[Array, Array]:
+        """Each token's experts and what they count, float32 and int32[tokens, per_token]."""
+        bias = None if self.router_bias is None else self.router_bias[...]
+        if self.choice is None or self.correction is None:
+            scores = jax.nn.softmax(project(x, self.router[...], bias).astype(jnp.float32), axis=-1)
+            weights, chosen = jax.lax.top_k(scores, self.per_token)
+        else:
+            scores = jax.nn.sigmoid(project(x, self.router[...], bias, dtype=jnp.float32))
+            ranked = scores + self.correction[...]
+            if self.choice.kept < self.choice.groups:
+                grouped = ranked.reshape(x.shape[0], self.choice.groups, -1)
+                best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+                kept = jax.lax.top_k(best, self.choice.kept)[1]
+                seen = jnp.any(kept[..., None] == jnp.arange(self.choice.groups), axis=1)
+                ranked = jnp.where(seen[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+            chosen = jax.lax.top_k(ranked, self.per_token)[1]
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights * self.factor, chosen
 
     def _gathered(self, x: Array, chosen: Array) -> Array:
         """Few tokens: read the chosen experts' weights alone. Returns [tokens, per_token, D]."""

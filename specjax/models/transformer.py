@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax import Array
 
-from specjax.models.attention import Attention, Masks, Prior, masks
+from specjax.models.attention import Attention, LatentAttention, Masks, Prior, masks
 from specjax.models.cache import Block, Cache
 from specjax.models.config import LayerConfig, TransformerConfig
 from specjax.models.layers import MLP, Experts, RMSNorm, matrix, project, rotation
@@ -89,7 +89,11 @@ class DecoderLayer(nnx.Module):
             return RMSNorm(config.hidden_size, config.norm_eps)
 
         self.attention_norm = norm()
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = (
+            Attention(config, layer, dtype=dtype, rngs=rngs)
+            if config.latent is None
+            else LatentAttention(config, config.latent, dtype=dtype, rngs=rngs)
+        )
         self.mlp_norm = norm()
         feed_forward = Experts if layer.experts else MLP
         self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
