@@ -94,7 +94,9 @@ class Options:
       lengths: tokens of a training sequence; growth is measured from half the least to twice the most.
       training_types: of the products in training; processors without bfloat16 arithmetic take minutes for an update.
       gpu_shapes: of the model with random weights; `tiny` tries the section anywhere.
-      repeats: measurements of a cost, of which the median is reported; workloads and heads are decoded once, in turn.
+      repeats: measurements of a cost, of which the median is reported.
+      turns: how often workloads and heads are decoded, of which the median counts. With few prompts more than once: a
+        program sets up each width when it first runs, which takes as long as many tokens.
       json: write every figure to this file.
       plots: draw the figures into this folder.
     """
@@ -120,11 +122,12 @@ class Options:
     training_types: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     gpu_shapes: gpu.ShapeName = "llama-8b"
     repeats: int = 3
+    turns: int = 1
     json: Path | None = None
     plots: Path | None = None
 
     def __post_init__(self):
-        numbers = ("limit", "max_new_tokens", "samples", "repeats", "batches", "contexts")
+        numbers = ("limit", "max_new_tokens", "samples", "repeats", "turns", "batches", "contexts")
         numbers += ("draft_vocab_size", "sequences", "lengths")
         for name in numbers:
             value = getattr(self, name)
@@ -203,6 +206,7 @@ class Benchmark:
                 stop_token_ids=self.tokenizer.stop_token_ids,
                 curve=curve,
                 oracles=self.options.oracles,
+                turns=self.options.turns,
                 console=console,
             )
             at = f"temperature {temperature:g}"
@@ -223,6 +227,7 @@ class Benchmark:
             max_new_tokens=self.short,
             stop_token_ids=self.tokenizer.stop_token_ids,
             curve=rounds.relative(self.curve()),
+            turns=self.options.turns,
             console=console,
         )
         for table in heads.head_tables(result):

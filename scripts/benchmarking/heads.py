@@ -17,6 +17,7 @@ from specjax.advice import AcceptanceProfile, RoundCosts, predict
 from specjax.tuning import measure_draft_cost
 
 NUM_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8)
+TIMED = (1, 4, 8)  # against plain decoding, beside the length that promises most
 SHOWN = 4  # drafts of the table by workload
 ROWS = 8  # that decode together where acceptance alone is measured
 
@@ -30,23 +31,25 @@ def measure_heads(
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
     curve: Curve,
+    turns: int,
     console: Console,
 ) -> dict[str, Any]:
     """Figures by head.
 
     The longest chain is decoded once over all prompts. A shorter one's tokens per pass follow from it, since a draft does
     not depend on how many come after it; with the costs measured here they foretell the speed-up of every length. The
-    best length is then timed against plain decoding, on the first prompt of every workload, one at a time.
+    best length and some others are then timed against plain decoding, on the first prompt of every workload, one at a time.
 
     Args:
       workloads: prompts as token ids, by name.
       heads: by name, as `load_head` returns them.
       curve: cost of a pass by its width, in passes over one token.
+      turns: see `decode_in_turn`.
 
     Returns:
       by head: `trained` (drafts in a row), `draft_cost` by number of drafts, in passes over one token, and by temperature
-      `tokens` (workload, then number of drafts), `per_position`, `predicted` (by number of drafts), `best` and what was
-      `measured` there.
+      `tokens` (workload, then number of drafts), `per_position`, `predicted` (by number of drafts), `best`, and the speed-ups
+      `measured` by number of drafts.
     """
     warnings.filterwarnings("ignore", "num_draft is .* trained to draft")  # the tables say it
     first = [prompts[0] for prompts in workloads.values()]
@@ -80,16 +83,22 @@ def measure_heads(
                     statistics[workload].append(counters)
             found = _figures(statistics, result[name]["draft_cost"], curve)
             result[name]["temperatures"][f"{temperature:g}"] = found
-            chosen[name] = specjax.head_drafter(head, found["best"])
+            found["measured"] = dict.fromkeys(sorted({*TIMED, found["best"]} & {*NUM_DRAFTS}), 0.0)
+            chosen |= {f"{name} {k}": specjax.head_drafter(head, k) for k in found["measured"]}
             mean = np.mean([tokens[NUM_DRAFTS[-1]] for tokens in found["tokens"].values()])
             console.print(f"{name} at temperature {temperature:g}: {mean:.2f} tokens a pass")
         outs = decode_in_turn(
-            target, [[p] for p in first], {"plain": None, **chosen}, console=console, **given
+            target,
+            [[p] for p in first],
+            {"plain": None, **chosen},
+            console=console,
+            turns=turns,
+            **given,
         )
         plain = tokens_per_second(outs["plain"])
         for name in heads:
-            found = result[name]["temperatures"][f"{temperature:g}"]
-            found["measured"] = tokens_per_second(outs[name]) / plain
+            measured = result[name]["temperatures"][f"{temperature:g}"]["measured"]
+            measured |= {k: tokens_per_second(outs[f"{name} {k}"]) / plain for k in measured}
     return result
 
 
@@ -123,7 +132,7 @@ def head_tables(result: Mapping[str, Any]) -> list[Table]:
         for name, row in found.items():
             for k, cost in result[name]["draft_cost"].items():
                 mean = np.mean([tokens[k] for tokens in row["tokens"].values()])
-                measured = f"{row['measured']:.2f}x" if k == row["best"] else ""
+                measured = f"{row['measured'][k]:.2f}x" if k in row["measured"] else ""
                 cells = (f"{cost:.1%}", f"{mean:.2f}", f"{row['predicted'][k]:.2f}x", measured)
                 mark = "*" if k > (result[name]["trained"] or k) else ""
                 table.add_row(name if k == NUM_DRAFTS[0] else "", f"{k}{mark}", *cells)

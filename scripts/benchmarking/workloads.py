@@ -42,26 +42,30 @@ def decode_in_turn(
     console: Console,
     description: str = "",
     slots: int | None = None,
+    turns: int = 1,
 ) -> dict[str, list[specjax.Generation]]:
     """Every batch of prompts with every drafter in turn, so that what slows the machine down slows all of them.
 
-    Times are of decoding alone. Batch i has key i. `slots` is `generate`'s.
+    Times are of decoding alone. Batch i has key i. `slots` is `generate`'s. Of several `turns` of a batch the one of median
+    time counts.
     """
     found: dict[str, list[specjax.Generation]] = {name: [] for name in drafters}
     for i, prompts in enumerate(progress(batches, description, console)):
-        for name, drafter in drafters.items():
-            found[name].append(
-                decode_one(
-                    target,
-                    prompts,
-                    drafter=drafter,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sampling,
-                    key=i,
-                    stop_token_ids=stop_token_ids,
-                    slots=slots,
-                )
+        runs: dict[str, list[specjax.Generation]] = {name: [] for name in drafters}
+        for name, drafter in list(drafters.items()) * turns:
+            out = decode_one(
+                target,
+                prompts,
+                drafter=drafter,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                key=i,
+                stop_token_ids=stop_token_ids,
+                slots=slots,
             )
+            runs[name].append(out)
+        for name, outs in runs.items():
+            found[name].append(sorted(outs, key=lambda out: out.decode_seconds)[turns // 2])
     return found
 
 
@@ -130,6 +134,7 @@ def measure_workloads(
     stop_token_ids: Sequence[int],
     curve: Curve,
     oracles: bool,
+    turns: int,
     console: Console,
 ) -> dict[str, Any]:
     """Figures by workload: `methods` beside plain decoding, `limits` in the same unit, speed-ups.
@@ -138,6 +143,7 @@ def measure_workloads(
       drafters: by the name of the method.
       curve: the limits' cost of a pass by its width.
       oracles: whether to compute limits, which takes a plain decoding more for every drafter.
+      turns: see `decode_in_turn`.
     """
     given = {
         "sampling": specjax.Sampling(temperature=temperature),
@@ -152,6 +158,7 @@ def measure_workloads(
             {"plain": None, **drafters},
             console=console,
             description=workload,
+            turns=turns,
             **given,
         )
         plain = outs.pop("plain")
