@@ -23,7 +23,14 @@ from specjax.drafters.ngram_mod import NGramMod
 from specjax.drafters.p_eagle import PEagle
 from specjax.drafters.suffix import Suffix
 from specjax.drafters.tree import StaticTree, TopKTree
-from specjax.models.config import ClampedSwiGLU, LayerConfig, Rope, TransformerConfig
+from specjax.models.config import (
+    ClampedSwiGLU,
+    Latent,
+    LayerConfig,
+    Rope,
+    SigmoidRouter,
+    TransformerConfig,
+)
 from specjax.models.eagle import EagleConfig, EagleHead
 from specjax.models.mtp import MTPConfig, MTPHead
 from specjax.models.transformer import Output, Transformer
@@ -50,6 +57,29 @@ def tiny_target(seed: int = 0, vocab_size: int = 61, scale: float = 3.0, **chang
     """A random transformer whose next-token distributions are far from uniform."""
     model = Transformer(tiny_config(vocab_size, **changes), rngs=nnx.Rngs(seed))
     model.head[...] = scale * model.head[...]
+    return model
+
+
+def tiny_deepseek(seed: int = 0, vocab_size: int = 61) -> Transformer:
+    """A random transformer with what DeepSeek-V3 has: latent attention, a router of sigmoids in groups, a shared expert."""
+    model = tiny_target(
+        seed,
+        vocab_size,
+        family="deepseek_v3",
+        layers=(LayerConfig(), LayerConfig(experts=True)),
+        num_kv_heads=4,
+        head_dim=14,
+        rotary_dim=6,
+        latent=Latent(query_rank=10, rank=12, content_dim=8, value_dim=9),
+        router=SigmoidRouter(groups=3, kept=2),
+        num_experts=6,
+        experts_per_token=2,
+        expert_size=24,
+        expert_factor=1.5,
+        shared_expert_size=20,
+    )
+    correction = model.layers[1].mlp.correction
+    correction[...] = jax.random.normal(jax.random.key(seed), correction.shape)
     return model
 
 
@@ -125,7 +155,7 @@ def tiny_mtp(
     """A random MTP module of the target's kind; its draft ids are spread over the target's."""
     c = target.config
     config = MTPConfig(
-        decoder=replace(c, layers=(LayerConfig(),), tied=False),
+        decoder=replace(c, layers=(LayerConfig(experts=c.router is not None),), tied=False),
         target_hidden_size=c.hidden_size,
         draft_vocab_size=draft_vocab_size,
         taps=(c.num_layers,),
@@ -343,6 +373,7 @@ def drafters(target: Transformer) -> dict[str, Any]:
         "early-exit-top-k": EarlyExit(1, tree=TopKTree(depth=2, top_k=2, num_nodes=4)),
         "hybrid-first": Hybrid((ngram, DraftModel(near, num_draft=3, min_confidence=0.5))),
         "hybrid-gain": Hybrid((ngram, EarlyExit(1, num_draft=2)), choose="gain"),
+        "hybrid-mtp": Hybrid((ngram, MTP(tiny_mtp(target), num_draft=2))),
         "hybrid-mixed": Hybrid((ngram, DraftModel(near, tree=StaticTree((2, 1))))),
         # more tokens may be accepted in a round than the second member's rows have room to wait
         "hybrid-p-eagle": Hybrid(

@@ -10,13 +10,15 @@ from zoo import (
     drafters,
     grouped,
     noisy,
+    tiny_deepseek,
     tiny_gpt_oss,
     tiny_head,
+    tiny_mtp,
     tiny_target,
 )
 
 import specjax
-from specjax import DraftModel, Eagle3, NGram, StaticTree, TopKTree
+from specjax import MTP, DraftModel, Eagle3, EarlyExit, NGram, PEagle, StaticTree, TopKTree
 from specjax.decoding import draft, prefill
 from specjax.generate import prepare
 
@@ -50,17 +52,37 @@ GPT_OSS = tiny_gpt_oss()
 GPT_OSS_DRAFTERS = {
     "chain": NGram(num_draft=3, min_match=1),
     "head-tree": Eagle3(tiny_head(GPT_OSS), tree=StaticTree((2, 2))),
+    "p-eagle": PEagle(tiny_head(GPT_OSS, mask_token_id=2), num_draft=3),
     "model-tree": DraftModel(noisy(GPT_OSS, 0.05), tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("gpt-oss")
-@pytest.mark.parametrize("name", ["chain", "head-tree", "model-tree"])
+@pytest.mark.parametrize("name", GPT_OSS_DRAFTERS)
 def test_greedy_identity_of_gpt_oss(name):
     """Sinks, experts with biases, clamps and windows."""
     plain = specjax.generate(GPT_OSS, PROMPTS, max_new_tokens=24)
     spoken = specjax.generate(GPT_OSS, PROMPTS, drafter=GPT_OSS_DRAFTERS[name], max_new_tokens=24)
+    same(spoken.tokens, plain.tokens)
+    assert spoken.statistics.accepted.sum() > 0
+
+
+DEEPSEEK = tiny_deepseek()
+DEEPSEEK_DRAFTERS = {
+    "chain": NGram(num_draft=3, min_match=1),
+    "mtp-tree": MTP(tiny_mtp(DEEPSEEK), tree=StaticTree((2, 2))),
+    "exit": EarlyExit(1, num_draft=2),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("deepseek")
+@pytest.mark.parametrize("name", DEEPSEEK_DRAFTERS)
+def test_greedy_identity_of_deepseek(name):
+    """Latent attention, whose values are narrower than its keys, and experts in groups."""
+    plain = specjax.generate(DEEPSEEK, PROMPTS, max_new_tokens=24)
+    spoken = specjax.generate(DEEPSEEK, PROMPTS, drafter=DEEPSEEK_DRAFTERS[name], max_new_tokens=24)
     same(spoken.tokens, plain.tokens)
     assert spoken.statistics.accepted.sum() > 0
 
