@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 from safetensors.numpy import load_file
 from test_heads import golden
-from zoo import tiny_gpt_oss, tiny_head, tiny_mtp, tiny_target
+from zoo import tiny_deepseek, tiny_gpt_oss, tiny_head, tiny_mtp, tiny_target
 
 import specjax
 from specjax.models.config import LayerConfig
@@ -189,19 +189,22 @@ HEADS = {
         "norm_before_residual": True,
     },
     "mtp": {},
+    "mtp-deepseek": {},
 }
+DEEPSEEK = tiny_deepseek()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", HEADS)
 def test_training_logits_are_draft_logits(name):
     """Law 7: step k at anchor t is the (k + 1)-th draft after x[t + 1], with the true tokens forced."""
-    make = tiny_mtp if name == "mtp" else tiny_head
-    head, batch = make(TARGET, **HEADS[name]), sequence(0, 14, 14)
-    taps, _ = hidden_states(TARGET, batch, head.config.taps)
+    target = DEEPSEEK if name == "mtp-deepseek" else TARGET
+    make = tiny_mtp if name.startswith("mtp") else tiny_head
+    head, batch = make(target, **HEADS[name]), sequence(0, 14, 14)
+    taps, _ = hidden_states(target, batch, head.config.taps)
     steps = 4
-    trained = head.logits(jax.jit(unroll, static_argnums=4)(head, TARGET, batch, taps, steps))
-    embedded, fused = head.embed(TARGET, batch.tokens), head.fuse(taps)
+    trained = head.logits(jax.jit(unroll, static_argnums=4)(head, target, batch, taps, steps))
+    embedded, fused = head.embed(target, batch.tokens), head.fuse(taps)
     for anchor in (0, 3, 8):
         rows = anchor + 1
         cache = head.init_cache(1, 32)
@@ -210,7 +213,7 @@ def test_training_logits_are_draft_logits(name):
         np.testing.assert_allclose(head.logits(x)[0, 0], trained[0, 0, anchor], atol=1e-4)
         for k in range(1, steps):
             token = batch.tokens[:, anchor + 1 + k][:, None]
-            x, block = head(head.embed(TARGET, token), x, jnp.asarray([[anchor + k]]), cache)
+            x, block = head(head.embed(target, token), x, jnp.asarray([[anchor + k]]), cache)
             cache = cache.commit(block, jnp.asarray([1]))
             np.testing.assert_allclose(head.logits(x)[0, 0], trained[k, 0, anchor], atol=1e-4)
 
@@ -218,8 +221,12 @@ def test_training_logits_are_draft_logits(name):
 @pytest.mark.parametrize("piece", [512, pytest.param(5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "target",
-    [TARGET, pytest.param(tiny_gpt_oss(), marks=pytest.mark.thorough)],
-    ids=["llama", "gpt-oss"],
+    [
+        TARGET,
+        pytest.param(tiny_gpt_oss(), marks=pytest.mark.thorough),
+        pytest.param(DEEPSEEK, marks=pytest.mark.thorough),
+    ],
+    ids=["llama", "gpt-oss", "deepseek"],
 )
 def test_states_equal_the_targets_own_pass(target, piece, monkeypatch):
     """The trainer's pass without a cache against the decoder's."""

@@ -20,6 +20,7 @@ from training.data import Summary
 
 # whose decoder layer a config.json describes in the fields that `save_head` writes
 MTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MTP_FAMILIES += ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
 def new_head(config: TrainConfig, target: Transformer, ids: np.ndarray | None) -> Head:

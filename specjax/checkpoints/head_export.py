@@ -62,6 +62,12 @@ def save_head(
     if module != (layout == "deepseek"):
         kind = "an MTP module" if module else type(head).__name__
         raise ValueError(f"layout {layout!r} is not one of {kind}; got {kind}")
+    decoder = head.config.decoder
+    if module and (decoder.output_gate or decoder.shared_expert_gate or decoder.norm_offset):
+        raise ValueError(
+            "layout 'deepseek' has no layers with an output gate, a gated shared expert or norms of 1 + weight, as modules of "
+            "Qwen3-Next and Qwen3.5 have: their own files are the way to keep them"
+        )
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
     if share_rows:
         if not _has_rows_of(head, target, dtype or head.dtype):
@@ -127,6 +133,10 @@ def _tensors(head: Head, dtype: np.dtype | None) -> dict[str, np.ndarray]:
     }
     size, vocab = config.draft_vocab_size, config.decoder.vocab_size
     ids = np.arange(size) if head.target_ids is None else np.asarray(head.target_ids, np.int64)
+    if isinstance(config, MTPConfig) and config.hidden_first:
+        # the layout's order, which is the same function: the embedding first
+        hidden, embedded = np.split(tensors["eh_proj.weight"], 2, axis=1)
+        tensors["eh_proj.weight"] = np.concatenate([embedded, hidden], axis=1)
     tensors["d2t"] = (ids - np.arange(size)).astype(np.int64)
     tensors["t2d"] = np.zeros(vocab, bool)
     tensors["t2d"][ids] = True
@@ -195,7 +205,17 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
         "attention_bias": decoder.qkv_bias,
         "mlp_bias": decoder.mlp_bias,
     }
-    if decoder.rotary != decoder.head_dim:
+    latent, router = decoder.latent, decoder.router
+    if latent is not None:
+        fields |= {
+            "head_dim": None,
+            "kv_lora_rank": latent.rank,
+            "qk_nope_head_dim": latent.content_dim,
+            "qk_rope_head_dim": decoder.rotary,
+            "v_head_dim": latent.value_dim,
+            "rope_interleave": latent.interleaved,
+        }
+    elif decoder.rotary != decoder.head_dim:
         fields["partial_rotary_factor"] = decoder.rotary / decoder.head_dim
     if decoder.num_experts:
         fields |= {
@@ -203,8 +223,20 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
             "num_experts_per_tok": decoder.experts_per_token,
             "moe_intermediate_size": decoder.expert_size,
             "norm_topk_prob": decoder.normalize_experts,
-            "decoder_sparse_step": 1,
         }
+        if router is None:
+            fields["decoder_sparse_step"] = 1
+        else:
+            fields |= {
+                "num_experts": None,
+                "n_routed_experts": decoder.num_experts,
+                "n_group": router.groups,
+                "topk_group": router.kept,
+                "routed_scaling_factor": decoder.expert_factor,
+                "n_shared_experts": decoder.shared_expert_size // decoder.expert_size,
+                "first_k_dense_replace": 0,
+                "use_qk_norm": decoder.qk_norm,
+            }
     if any(windows):
         fields["sliding_window"] = next(w for w in windows if w)
         fields["layer_types"] = [
@@ -254,7 +286,10 @@ def _mtp_config(config: MTPConfig) -> dict[str, Any]:
         "mtp_hidden": "post_norm" if config.post_norm else "pre_norm",
         "mtp_zero_first": config.zero_first,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if decoder.latent is not None:  # null says that queries are not compressed
+        fields["q_lora_rank"] = decoder.latent.query_rank
+    return fields
 
 
 def _flat_config(config: EagleConfig) -> dict[str, Any]:

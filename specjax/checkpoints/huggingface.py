@@ -67,8 +67,10 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> Transformer
     if family == "mimo":  # Qwen2 with an MTP module, which `load_head` reads
         return parse_config({**raw, "model_type": "qwen2"}, where)
     if family not in DEFAULTS:
+        alone = str(family).startswith(("qwen3_next", "qwen3_5"))
+        hint = "; of its folder the MTP module alone can be loaded, with load_head" if alone else ""
         raise CheckpointError(
-            f"{where}: model_type must be one of {', '.join(sorted(DEFAULTS))}; got {family!r}"
+            f"{where}: model_type must be one of {', '.join(sorted(DEFAULTS))}; got {family!r}{hint}"
         )
     fields = {"rms_norm_eps": 1e-6} | DEFAULTS[family] | raw
     if missing := [name for name in REQUIRED if fields.get(name) is None]:
