@@ -145,10 +145,11 @@ class Options:
 
 
 class Benchmark:
-    """The sections that need a target, a method each, which returns its part of the report; errors are added to a list."""
+    """The sections that need a target, a method each, which returns its part of the report; errors are added to a list,
+    and `report` is given a long section's figures as they come."""
 
-    def __init__(self, options: Options, errors: list[str]):
-        self.options = options
+    def __init__(self, options: Options, errors: list[str], report: Callable[[str, Any], None]):
+        self.options, self.report = options, report
         self.target = specjax.load_target(options.target)
         self.tokenizer = specjax.load_tokenizer(options.target)
         self.by_workload = encode_workloads(options.prompts, self.tokenizer, options.limit)
@@ -229,6 +230,7 @@ class Benchmark:
             curve=rounds.relative(self.curve()),
             turns=self.options.turns,
             console=console,
+            report=partial(self.report, "heads"),
         )
         for table in heads.head_tables(result):
             console.print(table)
@@ -330,7 +332,7 @@ def main(options: Options) -> None:
 
     own = [section for section in options.sections if section not in ("training", "gpu")]
     if own:
-        benchmark = Benchmark(options, report["errors"])
+        benchmark = Benchmark(options, report["errors"], add)
         for section in own:
             add(section, getattr(benchmark, section)())
     if "training" in options.sections:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from specjax.advice import AcceptanceProfile, RoundCosts, predict
 from specjax.tuning import measure_draft_cost
 
 NUM_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8)
-TIMED = (1, 4, 8)  # against plain decoding, beside the length that promises most
+TIMED = (1, 4)  # against plain decoding, beside the length that promises most
 SHOWN = 4  # drafts of the table by workload
-ROWS = 8  # that decode together where acceptance alone is measured
 
 
 def measure_heads(
@@ -33,6 +32,7 @@ def measure_heads(
     curve: Curve,
     turns: int,
     console: Console,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Figures by head.
 
@@ -45,6 +45,7 @@ def measure_heads(
       heads: by name, as `load_head` returns them.
       curve: cost of a pass by its width, in passes over one token.
       turns: see `decode_in_turn`.
+      report: is given what was found after every temperature.
 
     Returns:
       by head: `trained` (drafts in a row), `draft_cost` by number of drafts, in passes over one token, and by temperature
@@ -54,6 +55,8 @@ def measure_heads(
     warnings.filterwarnings("ignore", "num_draft is .* trained to draft")  # the tables say it
     first = [prompts[0] for prompts in workloads.values()]
     every = [(workload, prompt) for workload, prompts in workloads.items() for prompt in prompts]
+    # that decode together where acceptance alone is measured; on CPUs wide passes of many rows are slow
+    rows = 1 if jax.default_backend() == "cpu" else 8
     result: dict[str, Any] = {}
     for name, head in heads.items():
         cost = {
@@ -73,8 +76,8 @@ def measure_heads(
         for name, head in heads.items():
             longest = specjax.head_drafter(head, NUM_DRAFTS[-1])
             statistics: dict[str, list[Any]] = defaultdict(list)
-            for at in progress(range(0, len(every), ROWS), name, console):
-                some = every[at : at + ROWS]
+            for at in progress(range(0, len(every), rows), name, console):
+                some = every[at : at + rows]
                 out = specjax.generate(
                     target, [prompt for _, prompt in some], drafter=longest, key=at, **given
                 )
@@ -99,6 +102,7 @@ def measure_heads(
         for name in heads:
             measured = result[name]["temperatures"][f"{temperature:g}"]["measured"]
             measured |= {k: tokens_per_second(outs[f"{name} {k}"]) / plain for k in measured}
+        report(result)
     return result
 
 
