@@ -429,6 +429,7 @@ def test_sparse_text_part_of_a_published_multimodal_config():
         (GPT_OSS | {"hidden_act": "gelu_pytorch_tanh"}, "must be one of silu; got 'gelu"),
         (GPT_OSS | {"swiglu_limit": None}, "float"),
         ({"model_type": "glm4_moe"} | DEEPSEEK | {"n_group": 4}, "of equal size"),
+        ({"model_type": "glm4_moe", "scoring_func": "softmax"} | DEEPSEEK, "scoring_func must be"),
         ({"model_type": "glm4_moe"} | DEEPSEEK | {"n_group": 2, "num_experts_per_tok": 4}, "fewer"),
         ({"model_type": "deepseek_v3", "attention_bias": True} | DEEPSEEK | LATENT, "no biases"),
         ({"model_type": "deepseek_v3"} | DEEPSEEK | LATENT | {"v_head_dim": 21}, "value_dim must"),

@@ -197,6 +197,12 @@ def _sparse(family: str, c: dict[str, Any], count: int) -> list[bool]:
     if family == "gpt_oss":
         return [True] * count
     if family in DEEPSEEK:
+        only = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        for name, value in only.items():
+            if c.get(name, value) != value:
+                raise ValueError(
+                    f"{name} must be {value!r} in a mixture of {family}, got {c[name]!r}"
+                )
         kinds = c.get("mlp_layer_types") if family == "glm4_moe_lite" else None
         if kinds is None:
             return [i >= int(c["first_k_dense_replace"]) for i in range(count)]
