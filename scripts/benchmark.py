@@ -134,6 +134,8 @@ class Options:
             values = value if isinstance(value, tuple) else (value,)
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.turns % 2 == 0:
+            raise ValueError(f"turns must be odd, to have a median, got {self.turns}")
         if not all(0 <= t < float("inf") for t in self.temperatures):
             raise ValueError(f"temperatures must be numbers >= 0, got {self.temperatures}")
         if self.plots is not None and find_spec("matplotlib") is None:

@@ -1,6 +1,8 @@
 """MTP modules: against transformers' own layers, put together as the released modules are; names, export, refusals."""
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,12 +11,12 @@ import numpy as np
 import pytest
 from families import save_family
 from safetensors.numpy import load_file, save_file
-from zoo import tiny_head, tiny_mtp, tiny_target
+from zoo import tiny_deepseek, tiny_head, tiny_mtp, tiny_target
 
 import specjax
 from specjax.checkpoints import CheckpointError
 from specjax.drafters.base import Context, Observation
-from specjax.models.config import LayerConfig
+from specjax.models.config import LayerConfig, Rope
 from specjax.sampling import Processors, Sampling, make_keys
 from training.config import TrainConfig
 from training.heads import MTP_FAMILIES, new_head
@@ -491,3 +493,31 @@ def test_new_heads_for_mixtures_are_dense_and_travel(name, tmp_path):
     if name == "gpt-oss":
         with pytest.raises(ValueError, match="got 1 for gpt_oss"):
             new_head(recipe, target, None)
+
+
+@pytest.mark.thorough
+def test_what_a_written_module_of_deepseek_must_not_lose(tmp_path):
+    """The router's correction in float32, a full rotation of GLM's, yarn's scale of scores, whole shared experts."""
+    target = tiny_deepseek()
+    head = tiny_mtp(target)
+    correction = head.layers[0].mlp.correction
+    correction[...] = 16.0 + 0.01 * jnp.arange(correction.size)
+    specjax.save_head(head, tmp_path, dtype="bfloat16")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.{target.config.num_layers}.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(tensors[name], correction[...])
+    decoder = replace(head.config.decoder, shared_expert_size=25)
+    odd = tiny_mtp(tiny_deepseek(), decoder=decoder)
+    with pytest.raises(ValueError, match="width 24, got one of 25"):
+        specjax.save_head(odd, tmp_path)
+    plain = {"latent": None, "head_dim": 16, "rotary_dim": None, "family": "glm4_moe"}
+    rope = Rope(kind="yarn", factor=4.0, original_length=32, mscale_all_dim=0.7)
+    for changes in (plain, {"ropes": (rope,), "attention_scale": parse_scale(rope)}):
+        decoder = replace(head.config.decoder, shared_expert_size=24, **changes)
+        made = tiny_mtp(target, decoder=decoder)
+        specjax.save_head(made, tmp_path)
+        assert specjax.load_head(tmp_path).config.decoder == decoder
+
+
+def parse_scale(rope: Rope) -> float:
+    return 14**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2

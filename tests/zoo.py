@@ -76,7 +76,7 @@ def tiny_deepseek(seed: int = 0, vocab_size: int = 61) -> Transformer:
         experts_per_token=2,
         expert_size=24,
         expert_factor=1.5,
-        shared_expert_size=20,
+        shared_expert_size=48,
     )
     correction = model.layers[1].mlp.correction
     correction[...] = jax.random.normal(jax.random.key(seed), correction.shape)
@@ -150,12 +150,18 @@ def tiny_head(
 
 
 def tiny_mtp(
-    target: Transformer, seed: int = 4, *, draft_vocab_size: int = 40, **switches
+    target: Transformer,
+    seed: int = 4,
+    *,
+    draft_vocab_size: int = 40,
+    decoder: TransformerConfig | None = None,
+    **switches,
 ) -> MTPHead:
     """A random MTP module of the target's kind; its draft ids are spread over the target's."""
     c = target.config
+    own = replace(c, layers=(LayerConfig(experts=c.router is not None),), tied=False)
     config = MTPConfig(
-        decoder=replace(c, layers=(LayerConfig(experts=c.router is not None),), tied=False),
+        decoder=decoder or own,
         target_hidden_size=c.hidden_size,
         draft_vocab_size=draft_vocab_size,
         taps=(c.num_layers,),

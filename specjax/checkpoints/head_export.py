@@ -46,7 +46,7 @@ def save_head(
         a target of this layout to take in. None is `deepseek` for MTP modules and `sglang` for others.
       target: the model it drafts for; its embedding goes into speculators' layout.
       verifier: name or hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
-      dtype: of all that is written; None keeps the head's own (norms are float32), so that reading it again gives the
+      dtype: of all that is written but a router's correction, which stays float32; None keeps the head's own (norms are float32), so that reading it again gives the
         same head.
       num_draft: the number of drafted tokens that speculators' layout proposes to servers.
       share_rows: leave out the vocabulary's rows, which must be `target`'s own: half of a small head. `load_head` takes
@@ -67,6 +67,11 @@ def save_head(
         raise ValueError(
             "layout 'deepseek' has no layers with an output gate, a gated shared expert or norms of 1 + weight, as modules of "
             "Qwen3-Next and Qwen3.5 have: their own files are the way to keep them"
+        )
+    if decoder.router is not None and decoder.shared_expert_size % decoder.expert_size:
+        raise ValueError(
+            "layout 'deepseek' counts shared experts of the others' width "
+            f"{decoder.expert_size}, got one of {decoder.shared_expert_size}"
         )
     tensors = _tensors(head, None if dtype is None else jnp.dtype(dtype))
     if share_rows:
@@ -151,7 +156,9 @@ def _read(parameter: np.ndarray, part: Part, dtype: np.dtype | None) -> np.ndarr
     if part.add:
         view = view - np.float32(part.add)
     view = np.ascontiguousarray(view.reshape(part.shape))
-    return view if dtype is None else view.astype(dtype)
+    # a router's correction lies on a large offset: rounded, it would choose other experts
+    kept = dtype is None or part.name.endswith("e_score_correction_bias")
+    return view if kept else view.astype(dtype)
 
 
 def rope_fields(rope: Rope) -> dict[str, Any]:
@@ -180,8 +187,8 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
         }
         if rope.attention_factor is not None:
             scaling["attention_factor"] = rope.attention_factor
-        if rope.mscale:
-            scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        both = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        scaling |= {name: value for name, value in both.items() if value}
     plain = rope.kind == "default"
     return {"rope_theta": rope.theta, "rope_scaling": None if plain else scaling}
 
@@ -215,7 +222,9 @@ def _decoder_fields(decoder: TransformerConfig) -> dict[str, Any]:
             "v_head_dim": latent.value_dim,
             "rope_interleave": latent.interleaved,
         }
-    elif decoder.rotary != decoder.head_dim:
+    elif (
+        decoder.rotary != decoder.head_dim or decoder.family == "glm4_moe"
+    ):  # silent, GLM means 0.5
         fields["partial_rotary_factor"] = decoder.rotary / decoder.head_dim
     if decoder.num_experts:
         fields |= {

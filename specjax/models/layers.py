@@ -205,7 +205,8 @@ class Experts(nnx.Module):
             chosen = jax.lax.top_k(ranked, self.per_token)[1]
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            # sigmoids may all be zero
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
         return weights * self.factor, chosen
 
     def _gathered(self, x: Array, chosen: Array) -> Array:
