@@ -422,6 +422,8 @@ def test_refused(tmp_path):
     refuse("transformers drops them", {"d2t": tensors["d2t"]})
     refuse("one MTP module is supported", num_nextn_predict_layers=3)
     refuse("model_type must be one of .*; got 'deepseek_v32'", model_type="deepseek_v32")
+    layer = {"transformer_layer_config": {"model_type": "qwen3_next"}}
+    refuse("from the target's own files", speculators_model_type="mtp", **layer)
     refuse("mtp_hidden must be", mtp_hidden="behind")
     refuse("made for another target", vocab_size=64)
     refuse("unknown tensor", tensors | {f"model.layers.{layers}.gate.weight": np.zeros(3)})

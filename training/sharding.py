@@ -18,9 +18,10 @@ TARGET_SPECS: tuple[tuple[str, int, P], ...] = (
     (r"attention\.qkv_bias$", 3, P(MODEL)),
     (r"attention\.output$", 2, P(MODEL)),  # [Hkv G Dh, D]
     (r"attention\.sinks$", 2, P(MODEL)),  # [Hkv, G]
-    (r"mlp\.gate_up$", 3, P(None, None, MODEL)),  # [D, 2, F]
+    (r"attention\.(query|up)$", 3, P(None, MODEL)),  # of latent attention, [R, H, ...]: whole heads
+    (r"mlp\.(shared\.)?gate_up$", 3, P(None, None, MODEL)),  # [D, 2, F]
     (r"mlp\.gate_up_bias$", 2, P(None, MODEL)),
-    (r"mlp\.down$", 2, P(MODEL)),  # [F, D]
+    (r"mlp\.(shared\.)?down$", 2, P(MODEL)),  # [F, D]
     (r"mlp\.gate_up$", 4, P(MODEL)),  # [E, D, 2, F]: whole experts
     (r"mlp\.down$", 3, P(MODEL)),  # [E, F, D]
     (r"mlp\.gate_up_bias$", 3, P(MODEL)),  # [E, 2, F]

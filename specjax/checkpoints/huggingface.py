@@ -146,8 +146,8 @@ def _config(family: str, c: dict[str, Any]) -> TransformerConfig:
         experts_per_token=int(c["num_experts_per_tok"]) if experts else 0,
         expert_size=int(c[expert_size]) if experts else 0,
         normalize_experts=gpt_oss or not experts or bool(c.get("norm_topk_prob")),
-        router=SigmoidRouter(groups=int(c["n_group"]), kept=int(c["topk_group"]))
-        if deepseek
+        router=SigmoidRouter(groups=int(c["n_group"] or 1), kept=int(c["topk_group"] or 1))
+        if deepseek and experts
         else None,
         expert_factor=float(c["routed_scaling_factor"]) if deepseek else 1.0,
         shared_expert_size=int(c["n_shared_experts"] or 0) * int(c["moe_intermediate_size"])

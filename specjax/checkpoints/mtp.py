@@ -121,6 +121,10 @@ def parse_mtp_config(
     depth = int(raw.get("num_target_layers") or layers)
     if dialect == "qwen":
         fields = _qwen_fields(fields)
+    elif fields.get("model_type") in QWEN:
+        raise CheckpointError(
+            f"{where}: layers of {fields['model_type']} are read from the target's own files (mtp.*), not from {dialect}'s"
+        )
     base = parse_config({**fields, "quantization_config": None}, where)
     last = LayerConfig(rope=base.layers[-1].rope, experts=base.layers[-1].experts)
     if dialect != "qwen" and not isinstance(nested, dict):
@@ -131,14 +135,14 @@ def parse_mtp_config(
     if shared:
         base = replace(base, shared_expert_size=int(shared), shared_expert_gate=True)
     offset = spoken.norm_offset
-    decoder = replace(
-        base,
-        layers=(last,),
-        tied=False,
-        output_gate=dialect == "qwen" and bool(fields.get("attn_output_gate")),
-        norm_offset=base.norm_offset if offset is None else offset,
-    )
     try:
+        decoder = replace(
+            base,
+            layers=(last,),
+            tied=False,
+            output_gate=dialect == "qwen" and bool(fields.get("attn_output_gate")),
+            norm_offset=base.norm_offset if offset is None else offset,
+        )
         config = MTPConfig(
             decoder=decoder,
             target_hidden_size=base.hidden_size,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.weights import EVERYTHING, CheckpointError
+from specjax.checkpoints.weights import EVERYTHING, LISTED, CheckpointError
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 PICKLES_REFUSED = (
@@ -75,6 +75,8 @@ class SafetensorsFolder:
             except (SafetensorError, OSError) as error:
                 state = "truncated, damaged or no safetensors file" if path.is_file() else "missing"
                 problems.append(f"{path.name} is {state}: {error}")
+        if len(problems) > LISTED:
+            problems[LISTED:] = [f"and {len(problems) - LISTED} more"]
         if problems:
             raise CheckpointError("\n  ".join([f"{folder}: unusable weights", *problems]))
 

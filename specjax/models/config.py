@@ -275,7 +275,7 @@ class TransformerConfig:
             )
         if self.qk_norm or self.qkv_bias or self.output_bias or self.output_gate or self.sinks:
             raise ValueError(
-                "latent attention has no biases, norms of queries and keys, output gate or sinks here"
+                "latent attention has no biases (attention_bias), norms of queries and keys, output gate or sinks here"
             )
 
     @property
