@@ -249,9 +249,8 @@ class LatentAttention(Attention):
 
         def turn(a: Array) -> Array:
             """[B, T, heads, rotated]"""
-            if (
-                latent.interleaved
-            ):  # queries and keys in the same order: their products do not change
+            if latent.interleaved:
+                # queries and keys alike, so that their products do not change
                 a = jnp.concatenate([a[..., ::2], a[..., 1::2]], axis=-1)
             return rotate(a, cos, sin)
 

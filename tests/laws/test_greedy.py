@@ -48,41 +48,28 @@ def test_greedy_identity(name):
         assert (counts.drafted_per_position.sum(axis=1) == counts.drafted).all()
 
 
-GPT_OSS = tiny_gpt_oss()
-GPT_OSS_DRAFTERS = {
-    "chain": NGram(num_draft=3, min_match=1),
-    "head-tree": Eagle3(tiny_head(GPT_OSS), tree=StaticTree((2, 2))),
-    "p-eagle": PEagle(tiny_head(GPT_OSS, mask_token_id=2), num_draft=3),
-    "model-tree": DraftModel(noisy(GPT_OSS, 0.05), tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
+GPT_OSS, DEEPSEEK = tiny_gpt_oss(), tiny_deepseek()
+MIXTURES = {
+    # sinks, experts with biases, clamps and windows
+    ("gpt-oss", "chain"): (GPT_OSS, NGram(num_draft=3, min_match=1)),
+    ("gpt-oss", "head-tree"): (GPT_OSS, Eagle3(tiny_head(GPT_OSS), tree=StaticTree((2, 2)))),
+    ("gpt-oss", "p-eagle"): (GPT_OSS, PEagle(tiny_head(GPT_OSS, mask_token_id=2), num_draft=3)),
+    ("gpt-oss", "model-tree"): (
+        GPT_OSS,
+        DraftModel(noisy(GPT_OSS, 0.05), tree=TopKTree(depth=3, top_k=2, num_nodes=5)),
+    ),
+    # latent attention, whose values are narrower than its keys, and experts in groups
+    ("deepseek", "chain"): (DEEPSEEK, NGram(num_draft=3, min_match=1)),
+    ("deepseek", "mtp-tree"): (DEEPSEEK, MTP(tiny_mtp(DEEPSEEK), tree=StaticTree((2, 2)))),
+    ("deepseek", "exit"): (DEEPSEEK, EarlyExit(1, num_draft=2)),
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.xdist_group("gpt-oss")
-@pytest.mark.parametrize("name", GPT_OSS_DRAFTERS)
-def test_greedy_identity_of_gpt_oss(name):
-    """Sinks, experts with biases, clamps and windows."""
-    plain = specjax.generate(GPT_OSS, PROMPTS, max_new_tokens=24)
-    spoken = specjax.generate(GPT_OSS, PROMPTS, drafter=GPT_OSS_DRAFTERS[name], max_new_tokens=24)
-    same(spoken.tokens, plain.tokens)
-    assert spoken.statistics.accepted.sum() > 0
-
-
-DEEPSEEK = tiny_deepseek()
-DEEPSEEK_DRAFTERS = {
-    "chain": NGram(num_draft=3, min_match=1),
-    "mtp-tree": MTP(tiny_mtp(DEEPSEEK), tree=StaticTree((2, 2))),
-    "exit": EarlyExit(1, num_draft=2),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("deepseek")
-@pytest.mark.parametrize("name", DEEPSEEK_DRAFTERS)
-def test_greedy_identity_of_deepseek(name):
-    """Latent attention, whose values are narrower than its keys, and experts in groups."""
-    plain = specjax.generate(DEEPSEEK, PROMPTS, max_new_tokens=24)
-    spoken = specjax.generate(DEEPSEEK, PROMPTS, drafter=DEEPSEEK_DRAFTERS[name], max_new_tokens=24)
+@pytest.mark.parametrize(("family", "name"), grouped(*MIXTURES))
+def test_greedy_identity_of_mixtures(family, name):
+    target, drafter = MIXTURES[family, name]
+    plain = specjax.generate(target, PROMPTS, max_new_tokens=24)
+    spoken = specjax.generate(target, PROMPTS, drafter=drafter, max_new_tokens=24)
     same(spoken.tokens, plain.tokens)
     assert spoken.statistics.accepted.sum() > 0
 
