@@ -150,7 +150,12 @@ class Benchmark:
     """The sections that need a target, a method each, which returns its part of the report; errors are added to a list,
     and `report` is given a long section's figures as they come."""
 
-    def __init__(self, options: Options, errors: list[str], report: Callable[[str, Any], None]):
+    def __init__(
+        self,
+        options: Options,
+        errors: list[str],
+        report: Callable[[str, Any], None] = lambda *_: None,
+    ):
         self.options, self.report = options, report
         self.target = specjax.load_target(options.target)
         self.tokenizer = specjax.load_tokenizer(options.target)
