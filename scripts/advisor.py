@@ -13,7 +13,7 @@ from findings import Advice, Candidate, Check, Choice, Trial, choose
 from rich.console import Console
 
 import specjax
-from specjax.generate import CHUNKS, bucket
+from specjax.generate import bucket, needed_slots
 from specjax.trees import ladder
 from specjax.tuning import measure_draft_cost, measure_passes
 
@@ -120,7 +120,7 @@ class Advisor:
         self.longest = max(c.longest for c in self.candidates)
         # one for all that is measured: the curve is then that of the runs, and every drafter is compiled once
         longest = max(map(len, self.prompts))
-        self.slots = bucket(longest + options.max_new_tokens + self.longest + CHUNKS[-1])
+        self.slots = bucket(needed_slots(longest, options.max_new_tokens, self.longest))
 
     def run(
         self,

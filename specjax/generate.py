@@ -12,6 +12,7 @@ from specjax.decoding import DecodeState, decode, prefill, start
 from specjax.drafters.base import Drafter, NoDrafter
 from specjax.drafters.guard import Guard
 from specjax.models.transformer import Target
+from specjax.programs import keep_room
 from specjax.sampling import Processors, Sampling, make_keys
 from specjax.statistics import Statistics
 from specjax.verification import Verification
@@ -64,6 +65,12 @@ def bucket(slots: int) -> int:
 def prefill_chunk(longest: int) -> int:
     """Tokens that a pass of prefill takes, for prompts of at most `longest` tokens."""
     return next((c for c in CHUNKS if longest - 1 <= c), CHUNKS[-1])
+
+
+def needed_slots(longest: int, max_new_tokens: int, num_draft: int) -> int:
+    """The fewest cache slots in which prompts of at most `longest` tokens decode."""
+    chunk = prefill_chunk(longest)
+    return max(longest + max_new_tokens + num_draft + 2, -(-longest // chunk) * chunk + 1)
 
 
 def check_stops(target: Target, stop_token_ids: Sequence[int]) -> jax.Array:
@@ -134,14 +141,13 @@ def prepare(
     slots: int | None = None,
 ) -> tuple[Drafter, DecodeState, int]:
     """Checks everything at the border and builds the state before prefill; returns the prefill chunk too."""
+    keep_room()
     drafter = NoDrafter() if drafter is None else drafter
     drafter.check(target)
     arrays = check_prompts(target, prompts, max_new_tokens)
     stops = check_stops(target, stop_token_ids)
     longest = max(a.size for a in arrays)
-    chunk = prefill_chunk(longest)
-    padded = -(-longest // chunk) * chunk
-    least = max(longest + max_new_tokens + drafter.num_draft + 2, padded + 1)
+    least = needed_slots(longest, max_new_tokens, drafter.num_draft)
     if slots is not None and (int(slots) != slots or slots < least):
         raise ValueError(
             f"slots must be a whole number >= {least} for these prompts, max_new_tokens and drafts, got {slots}"
@@ -162,7 +168,7 @@ def prepare(
         stops,
         verification,
     )
-    return drafter, state, chunk
+    return drafter, state, prefill_chunk(longest)
 
 
 def generate(

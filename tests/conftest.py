@@ -23,6 +23,8 @@ if "--xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 import jax
 import pytest
 
+from specjax.programs import forget_programs
+
 # Tracing makes objects by the million, which the collector would search for cycles a thousand at a time.
 gc.set_threshold(100_000, 20, 100)
 
@@ -57,8 +59,7 @@ tests_done = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """XLA's CPU programs hold some hundred memory maps each, and Linux grants a process 65,530: give them back in time."""
+    """See `specjax.programs`; many tests compile without `generate`, which looks after that itself."""
     yield
-    maps = Path("/proc/self/maps")  # takes a while to read
-    if next(tests_done) % 2 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 35_000:
-        jax.clear_caches()
+    if next(tests_done) % 2 == 0:  # counting takes a while
+        forget_programs(0.5)

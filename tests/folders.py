@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specjax.checkpoints.huggingface import parse_config
-from specjax.checkpoints.weights import parameter_parts
+from specjax.checkpoints.parts import parameter_parts
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -20,8 +20,9 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.checkpoints import weights
 from specjax.checkpoints.huggingface import DEFAULTS, parse_config
+from specjax.checkpoints.parts import parameter_parts, tensor_shapes
 from specjax.checkpoints.stacked_experts import BLOCKS, SCALES, file_shapes
-from specjax.checkpoints.weights import CheckpointError, parameter_parts, tensor_shapes
+from specjax.checkpoints.weights import CheckpointError
 
 COMMON = {
     "vocab_size": 64,

@@ -14,6 +14,7 @@ import specjax
 from benchmarking.oracles import Curve
 from benchmarking.workloads import decode_in_turn, progress, tokens_per_second
 from specjax.advice import AcceptanceProfile, RoundCosts, predict
+from specjax.generate import bucket, needed_slots
 from specjax.tuning import measure_draft_cost
 
 NUM_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -57,6 +58,9 @@ def measure_heads(
     every = [(workload, prompt) for workload, prompts in workloads.items() for prompt in prompts]
     # that decode together where acceptance alone is measured; on CPUs wide passes of many rows are slow
     rows = 1 if jax.default_backend() == "cpu" else 8
+    # and one cache size for all of them, so that a head's longest chain is compiled once
+    longest_prompt = max(len(prompt) for _, prompt in every)
+    slots = bucket(needed_slots(longest_prompt, max_new_tokens, NUM_DRAFTS[-1]))
     result: dict[str, Any] = {}
     for name, head in heads.items():
         cost = {
@@ -79,7 +83,12 @@ def measure_heads(
             for at in progress(range(0, len(every), rows), name, console):
                 some = every[at : at + rows]
                 out = specjax.generate(
-                    target, [prompt for _, prompt in some], drafter=longest, key=at, **given
+                    target,
+                    [prompt for _, prompt in some],
+                    drafter=longest,
+                    key=at,
+                    slots=slots,
+                    **given,
                 )
                 for row, (workload, _) in enumerate(some):
                     counters = jax.tree.map(lambda x, r=row: x[r : r + 1], out.statistics)

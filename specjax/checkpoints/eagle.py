@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from specjax.checkpoints.huggingface import parse_config
-from specjax.checkpoints.weights import CheckpointError, Part, Parts, layer_parts
+from specjax.checkpoints.parts import Part, Parts, layer_parts
+from specjax.checkpoints.weights import CheckpointError
 from specjax.models.config import TransformerConfig
 from specjax.models.eagle import EagleConfig, default_taps
 

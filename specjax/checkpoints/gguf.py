@@ -15,7 +15,8 @@ import numpy as np
 
 from specjax.checkpoints.gguf_header import Tensor, read_header
 from specjax.checkpoints.huggingface import parse_config
-from specjax.checkpoints.weights import EVERYTHING, CheckpointError, load_parameters
+from specjax.checkpoints.parts import EVERYTHING
+from specjax.checkpoints.weights import CheckpointError, load_parameters
 from specjax.models.config import Rope, TransformerConfig
 from specjax.models.transformer import Transformer
 

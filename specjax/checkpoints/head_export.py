@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints.eagle import head_parts
 from specjax.checkpoints.mtp import file_names, mtp_parts
-from specjax.checkpoints.weights import Part
+from specjax.checkpoints.parts import Part
 from specjax.models.config import Rope, TransformerConfig
 from specjax.models.eagle import EagleConfig
 from specjax.models.heads import Head

@@ -20,16 +20,10 @@ from specjax.checkpoints.mtp import (
     mtp_renamer,
     parse_mtp_config,
 )
+from specjax.checkpoints.parts import Parts, tensor_shapes
 from specjax.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder, read_json
 from specjax.checkpoints.sources import BUILT_IN, resolve
-from specjax.checkpoints.weights import (
-    CheckpointError,
-    Parts,
-    TensorFile,
-    check_tensors,
-    fill_parameters,
-    tensor_shapes,
-)
+from specjax.checkpoints.weights import CheckpointError, TensorFile, check_tensors, fill_parameters
 from specjax.models.eagle import EagleConfig, EagleHead
 from specjax.models.heads import Head, HeadConfig, check_head
 from specjax.models.mtp import MTPConfig, MTPHead

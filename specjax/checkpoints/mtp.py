@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.huggingface import parse_config
+from specjax.checkpoints.parts import EVERYTHING, Part, Parts, layer_parts, norm_part
 from specjax.checkpoints.safetensors_folder import SafetensorsFolder
-from specjax.checkpoints.weights import (
-    EVERYTHING,
-    CheckpointError,
-    Part,
-    Parts,
-    layer_parts,
-    norm_part,
-)
+from specjax.checkpoints.weights import CheckpointError
 from specjax.models.config import LayerConfig
 from specjax.models.mtp import MTPConfig
 

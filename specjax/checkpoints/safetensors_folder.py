@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.weights import EVERYTHING, LISTED, CheckpointError
+from specjax.checkpoints.parts import EVERYTHING
+from specjax.checkpoints.weights import LISTED, CheckpointError
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 PICKLES_REFUSED = (

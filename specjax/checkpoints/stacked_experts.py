@@ -18,15 +18,9 @@ from functools import partial
 
 import numpy as np
 
+from specjax.checkpoints.parts import EVERYTHING, parameter_parts, passed_over, tensor_shapes
 from specjax.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder
-from specjax.checkpoints.weights import (
-    EVERYTHING,
-    CheckpointError,
-    check_tensors,
-    parameter_parts,
-    passed_over,
-    tensor_shapes,
-)
+from specjax.checkpoints.weights import CheckpointError, check_tensors
 from specjax.models.config import TransformerConfig
 
 BLOCK = 32  # numbers that share a scale
