@@ -43,5 +43,5 @@ def keep_room() -> None:
         warnings.warn(
             "this process nearly used up its memory maps (vm.max_map_count), which XLA's CPU programs take: those compiled so "
             "far were forgotten and will be compiled again; fewer shapes (generate's slots=) or a higher limit avoid that",
-            stacklevel=3,
+            stacklevel=4,  # whoever called `generate`
         )
