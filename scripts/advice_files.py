@@ -63,8 +63,15 @@ def engine_commands(advice: Advice, options: Options) -> list[specjax.EngineComm
     choice = advice.choices[options.temperature, options.batch[0]]
     candidate = choice.trial.candidate
     by_batch: dict[int, int] = {}
+
+    def fixed(batch: int) -> specjax.Prediction:
+        """The best number of drafts where the drafter does not choose it itself."""
+        costs, profile = advice.costs[batch][candidate.name], choice.trial.profile
+        counts = range(1, candidate.longest + 1)
+        return best_prediction([specjax.predict(profile, costs, k) for k in counts])
+
     for batch in sorted(advice.curves):
-        best = best_prediction(choice.trial.predictions(advice.costs[batch][candidate.name]))
+        best = fixed(batch)
         there = advice.choices[options.temperature, batch]
         refuted = there.trial.candidate is candidate and there.check is not None and not there.pays
         pays = best.speed_up >= LEAST_GAIN and not refuted
@@ -78,6 +85,7 @@ def engine_commands(advice: Advice, options: Options) -> list[specjax.EngineComm
         draft=options.draft,
         head=options.head,
         sampled=options.temperature > 0,
+        num_draft=fixed(options.batch[0]).num_draft,
         drafts_by_batch=by_batch,
     )
 

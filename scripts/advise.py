@@ -163,7 +163,9 @@ def verdict(advice: Advice, options: Options) -> list[tuple[str, str]]:
     if choice.pays:
         decision = f"[bold green]Speculate: {name}, up to {ahead.num_draft} drafts[/] (passes up to {ahead.width} wide) {where}"
     else:
-        decision = f"[bold red]Do not speculate[/] {where}: nothing that was tried pays"
+        lost = check is None or check.speed_up < 1
+        why = "nothing that was tried pays" if lost else "what it gains is within the scatter"
+        decision = f"[bold red]Do not speculate[/] {where}: {why}"
     lines = [("Advice", decision)]
     gain = f"{ahead.tokens:.2f} tokens a round / {ahead.cost:.2f} passes = [bold]{ahead.speed_up:.2f}x[/]"
     if not choice.pays:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from benchmarking.workloads import decode_in_turn, tokens_per_second
-from common import DrafterName, count_compilations, encode_workloads, make_drafter
+from common import DrafterName, check_room, count_compilations, encode_workloads, make_drafter
 from findings import Advice, Candidate, Check, Choice, Trial, choose
 from rich.console import Console
 
@@ -115,6 +115,7 @@ class Advisor:
             )
         self.tokenizer = specjax.load_tokenizer(options.target)
         self.workloads = encode_workloads(options.prompts, self.tokenizer, options.limit)
+        check_room(self.workloads, options.max_new_tokens, self.target.context_length)
         self.prompts = [p for prompts in self.workloads.values() for p in prompts]
         self.candidates = find_candidates(options, self.target)
         self.longest = max(c.longest for c in self.candidates)
@@ -196,15 +197,12 @@ class Advisor:
         single = {w: [[p] for p in prompts] for w, prompts in self.workloads.items()}
         outs = self.run(single, drafters, temperature, f"T={temperature:g}")
         joined = {name: [out for w in outs.values() for out in w[name]] for name in drafters}
-        profile = specjax.AcceptanceProfile.measured
         return [
             Trial(
                 candidate=c,
                 temperature=temperature,
-                profile=profile(out.statistics for out in joined[c.name]),
-                by_workload={
-                    w: profile(out.statistics for out in o[c.name]) for w, o in outs.items()
-                },
+                profile=c.profile(joined[c.name]),
+                by_workload={w: c.profile(o[c.name]) for w, o in outs.items()},
                 measured=tokens_per_second(joined[c.name]) / tokens_per_second(joined["plain"]),
             )
             for c in self.candidates

@@ -5,7 +5,7 @@ import json
 import os
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +71,9 @@ DRAFTERS: dict[str, Callable[[int | None], Any]] = {
     "ngram-simple": lambda n: specjax.NGram.simple("code", **({} if n is None else {"m": n})),
     "ngram-map-k": lambda n: specjax.NGram.map_k("code", **({} if n is None else {"m": n})),
     "ngram-map-k4v": lambda n: specjax.NGram.map_k4v("code", **({} if n is None else {"m": n})),
-    "ngram-mod": lambda n: specjax.NGram.mod(**({} if n is None else {"max_draft": n})),
+    "ngram-mod": lambda n: specjax.NGram.mod(
+        **({} if n is None else {"max_draft": n, "min_draft": min(n, 48)})
+    ),
     "suffix": lambda n: _sized(specjax.Suffix, n),
     "adaptive": lambda n: specjax.Adaptive(_sized(specjax.NGram, n)),
     "adaptive-suffix": lambda n: specjax.Adaptive(_sized(specjax.Suffix, n)),
@@ -158,7 +160,8 @@ def _conversation(row: dict[str, Any]) -> Conversation | None:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Every prompt of a file: JSON lines with `prompt`, `turns` or `messages`, and maybe `workload`; or one text.
+    """Every prompt of a file: JSON lines with `prompt`, `turns` or `messages`, and maybe `workload` (Spec-Bench says
+    `category`); or one text. Of turns the first is asked.
 
     Raises:
       ValueError: a line that has none of these, or an empty one, with its number; a file without prompts.
@@ -185,7 +188,8 @@ def read_prompts(path: Path) -> list[Prompt]:
                 f"{path}:{number}: expected a prompt of some text, turns whose first is one, or messages with role and "
                 f"content; got {str(row)[:80]}"
             )
-        found.append(Prompt(str(row.get("workload", "prompts")), conversation))
+        workload = row.get("workload", row.get("category", "prompts"))
+        found.append(Prompt(str(workload), conversation))
     return found
 
 
@@ -221,6 +225,19 @@ def encode_workloads(
         if len(workloads[prompt.workload]) < limit:
             workloads[prompt.workload].append(encode_conversation(tokenizer, prompt.conversation))
     return dict(workloads)
+
+
+def check_room(
+    workloads: Mapping[str, Sequence[Sequence[int]]], max_new_tokens: int, context: int
+) -> None:
+    """Raises ValueError for a prompt that has no room for so many new tokens in a model's context."""
+    for name, prompts in workloads.items():
+        for i, prompt in enumerate(prompts):
+            if len(prompt) + max_new_tokens > context:
+                raise ValueError(
+                    f"prompt {i} of {name} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}: together at most "
+                    f"the model's context of {context}"
+                )
 
 
 def config_arguments(path: Path, names: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """What `advise.py` found: candidates, what each did on the prompts, and what was chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,11 @@ class Candidate:
     def choices(self) -> range:
         """Numbers of drafts to choose from."""
         return range(self.longest if self.kind == "adaptive" else 1, self.longest + 1)
+
+    def profile(self, outs: Iterable[specjax.Generation]) -> specjax.AcceptanceProfile:
+        """What stood."""
+        statistics = (out.statistics for out in outs)
+        return specjax.AcceptanceProfile.measured(statistics, by_depth=self.name == "head")
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Choice:
 
     @property
     def pays(self) -> bool:
-        """Whether it is advised."""
-        confirmed = self.check is None or self.check.speed_up >= 1
+        """Whether it is advised: it gains more than plain decoding differs from itself."""
+        confirmed = self.check is None or self.check.speed_up >= 1 + abs(self.check.scatter)
         return self.prediction.speed_up >= LEAST_GAIN and confirmed
 
 

@@ -36,15 +36,20 @@ class AcceptanceProfile:
       accepted: float64[N + 1], share of rounds in which exactly 0, 1, ... N drafts stood.
       rounds: how many were measured; 0 for a model.
       rate: of a model, the chance of every draft to stand if those before it did; None where it was measured.
+      by_depth: whether a draft stands by how many were drafted before it, as those of heads do, whose accuracy falls along
+        the chain; otherwise by the text alone, as those of look-ups and draft models.
     """
 
     proposed: np.ndarray
     accepted: np.ndarray
     rounds: int = 0
     rate: float | None = None
+    by_depth: bool = False
 
     @classmethod
-    def measured(cls, statistics: Iterable[Statistics]) -> "AcceptanceProfile":
+    def measured(
+        cls, statistics: Iterable[Statistics], *, by_depth: bool = False
+    ) -> "AcceptanceProfile":
         """From the counters of one or several calls with the same drafter.
 
         Raises:
@@ -64,6 +69,7 @@ class AcceptanceProfile:
             proposed=shares(s.drafted_per_position for s in counted),
             accepted=shares(s.accepted_per_position for s in counted),
             rounds=rounds,
+            by_depth=by_depth,
         )
 
     @classmethod
@@ -100,8 +106,15 @@ class AcceptanceProfile:
         foretold by several short ones too; a run that N cut short goes on, and takes (N + 1) / (K + 1). For greedy chains
         this is exact but for that last fraction: whether a draft agrees with the target depends on the text alone. If
         every draft stands with one probability a, tokens per round come out as (1 - a^(K+1)) / (1 - a).
+
+        `by_depth` a shorter round is the beginning of a long one, and emits 1 + r_1 + r_1 r_2 + ... tokens.
         """
         self._check(num_draft)
+        if self.by_depth:
+            runs = np.arange(self.num_draft + 1)
+            return float(
+                self.accepted @ (runs + 1) / (self.accepted @ (np.minimum(runs, num_draft) + 1))
+            )
         runs = np.arange(self.num_draft + 1)
         needed = (runs // (num_draft + 1) + 1).astype(float)
         needed[-1] = (self.num_draft + 1) / (num_draft + 1)
@@ -119,7 +132,7 @@ class AcceptanceProfile:
     def lengths(self, num_draft: int) -> np.ndarray:
         """Share of rounds that propose 0, 1, ... K tokens, float64[K + 1]; rounds that go on with a cut proposal
         propose K."""
-        rounds = self.rounds_when_cut(num_draft)
+        rounds = 1.0 if self.by_depth else self.rounds_when_cut(num_draft)
         shares = self.proposed[: num_draft + 1].copy()
         shares[-1] = self.proposed[num_draft:].sum() + rounds - 1.0
         return shares / rounds

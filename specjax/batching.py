@@ -61,15 +61,16 @@ def generate_stream(
     stop_token_ids: Sequence[int] = (),
     verification: Verification = Verification(),  # noqa: B008 (frozen)
     skip: Sequence[int] = (),
+    remember: bool = True,
 ) -> Iterator[Completion]:
     """Decodes any number of prompts, `slots` at a time, and yields each as it ends.
 
-    Each prompt's tokens are those of `generate` over the whole list. A drafter with a memory (`Suffix`) learns from every
-    completion.
+    Each prompt's tokens are those of `generate` over the whole list.
 
     Args:
       slots: B, rows that decode together.
       skip: indices of prompts that are left out, because they are done already.
+      remember: whether a drafter with a memory (`Suffix`) learns from every completion.
       others: as for `generate`.
 
     Raises:
@@ -81,7 +82,7 @@ def generate_stream(
     drafter.check(target)
     arrays = check_prompts(target, prompts, max_new_tokens)
     stops = check_stops(target, stop_token_ids)
-    if isinstance(drafter, Suffix):  # with a memory from the start: one program
+    if remember and isinstance(drafter, Suffix):  # with a memory from the start: one program
         drafter = drafter.remember([])
     keys = make_keys(key, len(arrays))
     processors = Processors.create(sampling, len(arrays))
@@ -142,7 +143,7 @@ def generate_stream(
                     emitted=int(counts.emitted[row]),
                 )
                 owner[row] = None
-                if isinstance(drafter, Suffix):
+                if remember and isinstance(drafter, Suffix):
                     drafter = drafter.remember([completion.tokens.tolist()])
                 yield completion
         shared = state.drafter_state

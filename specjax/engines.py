@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ def engine_commands(
     draft: str | None = None,
     head: str | None = None,
     sampled: bool = False,
+    num_draft: int | None = None,
     drafts_by_batch: Mapping[int, int] | None = None,
 ) -> list[EngineCommand]:
     """One entry for every engine.
@@ -93,6 +94,7 @@ def engine_commands(
       drafter: the setting; None decodes plainly.
       target, draft, head: their sources; local models become placeholders for their hub ids.
       sampled: rows have a temperature, so drafts of networks are drawn from q and judged by min(1, p / q).
+      num_draft: of an adaptive look-up, the fixed number of drafts that pays most; by default the most it would propose.
       drafts_by_batch: number of drafts that pays by batch size, 0 for none; a size that is not listed takes the next
         larger one's. Where an engine can be told, it is.
     """
@@ -107,6 +109,8 @@ def engine_commands(
     inner, fixed = drafter, ""
     if isinstance(drafter, Adaptive):
         inner, fixed = drafter.drafter, "; drafts of a fixed number, not as many as pay"
+        if num_draft is not None and isinstance(inner, NGram | Suffix):
+            inner = replace(inner, num_draft=num_draft)
     found = []
     for engine, describe in zip(ENGINES, (_vllm, _sglang, _tensorrt, _llama), strict=True):
         command, note = describe(inner, names, sampled, by_batch)
@@ -279,9 +283,10 @@ def _llama(d: Any, names: Names, sampled: bool, by_batch: dict[int, int]) -> Des
         case NGram():
             # llama.cpp drafts m tokens after every match of n: the shortest match that drafts as many here
             n = _shortest(d, d.num_draft, sampled)
-            line = lookup("simple", size_n=n, size_m=max(d.num_draft, n))
-            if d.grow:
-                note = f"nearest: {max(d.num_draft, n)} drafts after a match of {n}, none after shorter ones"
+            drafts = max(d.num_draft, n)  # it takes no fewer than it matches
+            line = lookup("simple", size_n=n, size_m=drafts)
+            if d.grow or drafts != d.num_draft:
+                note = f"nearest: {drafts} drafts after a match of {n}, none after shorter ones"
         case NGramMap(continuations=1):
             line = lookup("map-k", size_n=d.n, size_m=d.m)
         case NGramMap():

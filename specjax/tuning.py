@@ -161,29 +161,26 @@ def time_split(
     prompt: Sequence[int],
     *,
     rounds: int = 32,
-    points: int = 4,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
 ) -> dict[str, float]:
     """Where the time of a round goes, on a real prompt at batch 1.
 
-    Drafting and verifying are timed by themselves, on the states that decoding reaches after every `rounds / points`
-    rounds; the rest is what a whole round takes beside them: acceptance is part of verifying, what a head makes of the
-    committed tokens is part of the rest.
+    Drafting and verifying are timed by themselves on the very states of the rounds, whose widths differ; the rest is what
+    a whole round takes beside them: acceptance is part of verifying, what a head makes of the committed tokens is part of
+    the rest.
 
     Args:
       prompt: token ids.
       rounds: that are timed.
-      points: states on which the parts are timed.
 
     Returns:
       seconds per round: `draft`, `verify`, `rest`, `round`.
     """
-    step = max(1, rounds // points)
     drafter, state, chunk = prepare(
         target,
         [prompt],
         drafter=drafter,
-        max_new_tokens=(step * points + 1) * ((0 if drafter is None else drafter.num_draft) + 1),
+        max_new_tokens=(rounds + 1) * ((0 if drafter is None else drafter.num_draft) + 1),
         sampling=sampling,
         key=0,
         stop_token_ids=(),
@@ -194,19 +191,25 @@ def time_split(
     propose = jax.jit(lambda *given: draft(*given)[1])
     check = jax.jit(lambda *given: verify(*given).acceptance)
     hand_over = jax.jit(nothing)
-    found: dict[str, list[float]] = {"call": [], "draft": [], "verify": [], "round": []}
-    decode(target, drafter, jax.tree.map(jnp.copy, state), step)  # compiles
-    for _ in range(points):
-        _, proposal, context = prepared(target, drafter, state)
-        found["call"].append(time_call(hand_over, target, drafter, state))
-        found["draft"].append(time_call(propose, target, drafter, state))
-        found["verify"].append(time_call(check, target, drafter, state, proposal, context))
+    found: dict[str, list[float]] = {"call": [], "draft": [], "verify": []}
+    whole = []
+    for _ in range(4):
+        copied = jax.block_until_ready(jax.tree.map(jnp.copy, state))
         began = time.perf_counter()
-        state = jax.block_until_ready(decode(target, drafter, state, step))
-        found["round"].append((time.perf_counter() - began) / step)
+        jax.block_until_ready(decode(target, drafter, copied, rounds))
+        whole.append((time.perf_counter() - began) / rounds)
+    for _ in range(rounds):
+        _, proposal, context = prepared(target, drafter, state)
+        found["call"].append(time_call(hand_over, target, drafter, state, repeats=3))
+        found["draft"].append(time_call(propose, target, drafter, state, repeats=3))
+        found["verify"].append(
+            time_call(check, target, drafter, state, proposal, context, repeats=3)
+        )
+        state = decode(target, drafter, state, 1)
     means = {name: float(np.mean(seconds)) for name, seconds in found.items()}
     call = means.pop("call")
-    means |= {name: max(means[name] - call, 0.0) for name in ("draft", "verify")}
+    means = {name: max(seconds - call, 0.0) for name, seconds in means.items()}
+    means["round"] = float(np.median(whole[1:]))  # the first compiled
     return means | {"rest": means["round"] - means["draft"] - means["verify"]}
 
 

@@ -7,8 +7,9 @@ import re
 import shlex
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ import advisor
 import common
 import findings
 import generate
+from common import DrafterName
 from rich.console import Console
 from rich.text import Text
 
@@ -125,6 +127,26 @@ def test_cut_proposals_are_what_a_simulation_of_rounds_gives():
         assert profile.tokens(k) == pytest.approx(tokens / len(stood), rel=tolerance), k
     naive = 1 + np.cumsum(profile.per_position)[2]
     assert naive < 0.97 * profile.tokens(3), "bursts should tell the two apart"
+
+
+def test_shorter_chains_of_heads_are_what_a_simulation_of_rounds_gives():
+    """Heads' accuracy falls with depth, and every round begins anew with the best one."""
+    rng, chance = np.random.default_rng(0), np.asarray([0.9, 0.85, 0.75, 0.65, 0.5, 0.4, 0.3])
+
+    def simulate(k: int) -> list[int]:
+        stands = rng.random((50_000, k)) < chance[:k]
+        return np.cumprod(stands, axis=1).sum(axis=1).tolist()
+
+    stood = simulate(7)
+    accepted = [sum(s > i for s in stood) for i in range(7)]
+    counted = [counters(len(stood), [len(stood)] * 7, accepted)]
+    profile = AcceptanceProfile.measured(counted, by_depth=True)
+    for k in range(1, 8):
+        assert profile.tokens(k) == pytest.approx(1 + np.mean(simulate(k)), rel=0.01), k
+        lengths = profile.lengths(k)
+        assert lengths[k] == pytest.approx(1.0) and lengths.sum() == pytest.approx(1.0)
+    by_text = AcceptanceProfile.measured(counted)
+    assert by_text.tokens(3) < 0.9 * profile.tokens(3), "the two laws should differ here"
 
 
 @pytest.mark.parametrize("draft", [(0.02, 0.0), (0.05, 0.08), (0.2, 0.3)])
@@ -553,7 +575,11 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     assert ["edit", "2", f"{ahead.tokens:.2f}", f"{ahead.speed_up:.2f}x", "1.90x"] in rows
     assert ["adaptive", "0", *[""] * 5, f"{ahead.speed_up:.2f}"] in rows
     vllm = engine_configs(advice_files.engine_commands(found, options)[0])
-    assert vllm["num_speculative_tokens_per_batch_size"] == [[1, 1, 7], [2, 8, 0]]
+    # it cannot adapt: the fixed number that pays most, where here up to 7 are drafted as they promise
+    trial, costs = found.choices[0.0, 1].trial, found.costs[1]["adaptive"]
+    most = max(range(1, 8), key=lambda k: specjax.predict(trial.profile, costs, k).speed_up)
+    assert vllm["num_speculative_tokens"] == most == 6
+    assert vllm["num_speculative_tokens_per_batch_size"] == [[1, 1, most], [2, 8, 0]]
 
     file = tmp_path / "setting.toml"
     advice_files.write_setting(file, found, options)
@@ -561,6 +587,12 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     assert row["drafter"] == "adaptive" and row["num_draft"] == 7 and row["target"] == "org/name"
     assert row["costs"] == [1.0, 1.2, 1.4, 1.6]
 
+    close = made_up(9.0, checked=1.8)
+    check = close.choices[0.0, 1].check
+    assert check is not None
+    check = replace(check, speed_up=1.04, scatter=-0.06)
+    close.choices[0.0, 1] = replace(close.choices[0.0, 1], check=check)
+    assert "within the scatter" in spoken(close, options)["Advice"]
     said = spoken(made_up(9.0, checked=0.98), options)
     assert said["Advice"].startswith("Do not speculate") and said["Measured"].startswith("0.98x")
     assert (
@@ -592,6 +624,14 @@ def test_networks_are_tried_where_they_are_named(tmp_path):
         advisor.find_candidates(options, wrong)
     with pytest.raises(ValueError, match="nothing to try"):
         advisor.find_candidates(advisor.Options(drafters=()), TARGET)
+
+
+@pytest.mark.parametrize("name", [n for n in get_args(DrafterName) if n != "none"])
+def test_every_look_up_takes_the_lengths_it_is_offered(name):
+    [candidate] = advisor.find_candidates(advisor.Options(drafters=(name,)), TARGET)
+    costs = RoundCosts((1, 16), (1.0, 2.0))
+    for k in candidate.choices:
+        assert candidate.make(k, costs).num_draft == k
 
 
 def test_equals_go_to_the_adaptive_one():
@@ -656,6 +696,7 @@ def test_prompts_keep_their_workloads(tmp_path):
         {"turns": ["2", "3"]},
         {"workload": "a", "messages": [{"role": "user", "content": "4"}]},
         {"workload": "a", "prompt": "5"},
+        {"category": "b", "turns": ["5"]},  # Spec-Bench's word
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = specjax.load_tokenizer(folder(tmp_path / "model", list("?12345")))
@@ -664,6 +705,7 @@ def test_prompts_keep_their_workloads(tmp_path):
     assert {w: [tokenizer.decode(p) for p in ps] for w, ps in found.items()} == {
         "a": ["1", "4"],
         "prompts": ["2"],
+        "b": ["5"],
     }
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     with pytest.raises(ValueError, match="no chat template"):

@@ -40,6 +40,19 @@ def test_stream_equals_generate(name):
 
 
 @pytest.mark.thorough
+def test_a_memory_learns_from_completions_unless_told_not_to():
+    """The same prompt again: who remembers drafts its answer."""
+    given = {"slots": 1, "drafter": Suffix(num_draft=3, memory_size=128), "max_new_tokens": 20}
+    rounds = {
+        remember: [
+            c.rounds for c in generate_stream(TARGET, [PROMPTS[0]] * 2, remember=remember, **given)
+        ]
+        for remember in (True, False)
+    }
+    assert rounds[True][1] < rounds[True][0] == rounds[False][0] == rounds[False][1]
+
+
+@pytest.mark.thorough
 def test_sampled_drafts_do_not_depend_on_slots():
     drafter = DraftModel(noisy(TARGET, 0.05), num_draft=2)
     runs = [

@@ -230,10 +230,26 @@ def test_engines_are_compared_on_the_same_work():
         return run
 
     engines = {"own": engine("own", 0.1, [1, 2, 3]), "peer": engine("peer", 0.2, [1, 9, 3])}
-    result = peers.measure_peers(engines, [[1], [2]], 3, repeats=2)
-    assert calls == ["own", "peer"] * 6
+    own, other = ({name: engine} for name, engine in engines.items())
+    result, failed = peers.measure_peers(own, other, [[1], [2]], 3, repeats=2)
+    assert calls == ["own", "peer"] * 6 and not failed
     assert result["own"] == {"tokens_per_second": 10, "over_first": 1, "same_tokens": [3, 3]}
     assert result["peer"] == {"tokens_per_second": 5, "over_first": 0.5, "same_tokens": [1, 1]}
+
+
+def test_a_peer_that_fails_on_the_way_is_left_out_by_name():
+    def own(prompt: list[int], count: int) -> tuple[list[int], float]:
+        return [1] * count, 0.1
+
+    def failing(prompt: list[int], count: int) -> tuple[list[int], float]:
+        if prompt == [2]:
+            raise IndexError("no such layer\nand more")
+        return own(prompt, count)
+
+    result, failed = peers.measure_peers({"own": own}, {"peer": failing}, [[1], [2]], 3, repeats=1)
+    assert set(result) == {"own"} and failed == {"peer": "failed: IndexError: no such layer"}
+    with pytest.raises(IndexError):
+        peers.measure_peers({"own": failing}, {}, [[2]], 3, repeats=1)
 
 
 def drawn_report() -> dict:
@@ -300,7 +316,12 @@ def place(tmp_path_factory):
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"batches": (4, 0)}, r"batches must be at least 1, got \(4, 0\)"),
         ({"temperatures": (-1.0,)}, "temperatures must be"),
-        ({"sections": ("growth",), "contexts": (512,)}, "contexts must be at least two"),
+        ({"sections": ("growth",), "contexts": (512,)}, "contexts must be at least three"),
+        ({"sections": ("growth",), "contexts": (512, 1024, 10**6)}, "at most the target's"),
+        ({"sections": ("law",), "samples": 19}, "samples must be at least 20, got 19"),
+        ({"drafters": ()}, "drafters must name at least one"),
+        ({"temperatures": ()}, "temperatures must be numbers"),
+        ({"max_new_tokens": 10**6}, "prompt 0 of echo has .* tokens and max_new_tokens is 1000000"),
         ({"lengths": (512, 8)}, r"lengths must be at least 16 tokens, got \(512, 8\)"),
         ({"drafters": ("draft-model",)}, "needs --draft-model"),
     ],
@@ -392,7 +413,7 @@ def test_heads_are_compared_by_number_of_drafts(place, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_report_has_growth_and_peers(place):
     pytest.importorskip("transformers")
-    report = measure(place, sections=("growth", "peers"), contexts=(256, 384), exit_layer=1)
+    report = measure(place, sections=("growth", "peers"), contexts=(256, 384, 512), exit_layer=1)
     laws = {name: found for name, found in report["growth"].items() if name != "peak_bytes"}
     assert set(laws) == {"context", "batch", "vocabulary", "drafts", "compile", "memory"}
     assert all({"law", "unit", "x", "y", "off"} <= set(found) for found in laws.values())

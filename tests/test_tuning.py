@@ -149,7 +149,7 @@ def test_monitor_adds_up_and_exports(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafter", [None, NGram(num_draft=2)])
 def test_time_split_adds_up(drafter):
-    parts = time_split(TARGET, drafter, [1, 2, 3, 1, 2], rounds=4, points=2)
+    parts = time_split(TARGET, drafter, [1, 2, 3, 1, 2], rounds=4)
     assert set(parts) == {"draft", "verify", "rest", "round"}
     assert parts["draft"] >= 0 and parts["verify"] >= 0 and parts["round"] > 0
     assert parts["draft"] + parts["verify"] + parts["rest"] == pytest.approx(parts["round"])

@@ -19,6 +19,9 @@ EXPECTED = 5.0  # rarer tokens are counted together: what the chi-square law nee
 ALPHA = 1e-3  # chance that any of a report's tests fails by chance
 
 
+LEAST = 4 * EXPECTED  # samples in which two tokens can each be expected that often, twice over
+
+
 def chi_square(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> dict[str, Any]:
     """Pearson's test that two samples of token ids, int[n] and int[m], come from one distribution.
 

@@ -3,6 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -119,12 +120,13 @@ def _figures(
     statistics: Mapping[str, Sequence[Any]], draft_cost: Mapping[int, float], curve: Curve
 ) -> dict[str, Any]:
     """What follows from the counters of the longest chain, by workload, and the costs."""
-    profiles = {w: AcceptanceProfile.measured(counted) for w, counted in statistics.items()}
+    measured = partial(AcceptanceProfile.measured, by_depth=True)
+    profiles = {w: measured(counted) for w, counted in statistics.items()}
     predicted = {}
     for k, cost in draft_cost.items():
         costs = RoundCosts(tuple(curve), tuple(curve.values()), draft=(cost, 0.0))
         predicted[k] = float(np.mean([predict(p, costs, k).speed_up for p in profiles.values()]))
-    whole = AcceptanceProfile.measured([s for counted in statistics.values() for s in counted])
+    whole = measured([s for counted in statistics.values() for s in counted])
     return {
         "tokens": {w: {k: p.tokens(k) for k in draft_cost} for w, p in profiles.items()},
         "per_position": np.round(whole.per_position, 4).tolist(),

@@ -265,29 +265,42 @@ def make_peers(entry: Entry) -> tuple[dict[str, Engine], dict[str, str]]:
 
 
 def measure_peers(
-    engines: Mapping[str, Engine], prompts: Sequence[list[int]], count: int, repeats: int
-) -> dict[str, Any]:
-    """Every engine on every prompt in turn, `count` tokens each; the first engine is what others are compared with.
+    own: Mapping[str, Engine],
+    others: Mapping[str, Engine],
+    prompts: Sequence[list[int]],
+    count: int,
+    repeats: int,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every engine on every prompt in turn, `count` tokens each; our own first is what others are compared with.
 
     Returns:
       by engine: `tokens_per_second` over all prompts, of medians; `over_first`, times as fast as the first engine;
-      `same_tokens`, how many of each prompt's tokens are the first engine's before one differs.
+      `same_tokens`, how many of each prompt's tokens are the first engine's before one differs. Then the reasons of
+      others that failed on the way and are left out.
     """
+    engines, failed = {**own, **others}, {}
     times: dict[str, list[float]] = defaultdict(list)
     outputs: dict[str, list[list[int]]] = defaultdict(list)
     for prompt in prompts:
         spent: dict[str, list[float]] = defaultdict(list)
         for attempt in range(repeats + 1):  # the first warms up
-            for name, engine in engines.items():
-                tokens, seconds = engine(prompt, count)
+            for name, engine in list(engines.items()):
+                try:
+                    tokens, seconds = engine(prompt, count)
+                except Exception as reason:
+                    if name in own:
+                        raise
+                    failed[name] = f"failed: {type(reason).__name__}: {reason}".split("\n")[0]
+                    del engines[name]
+                    continue
                 if attempt == 0:
                     outputs[name].append(tokens)
                 else:
                     spent[name].append(seconds)
-        for name, seconds in spent.items():
-            times[name].append(float(np.median(seconds)))
+        for name in engines:
+            times[name].append(float(np.median(spent[name])))
     first = next(iter(engines))
-    means = {name: float(np.mean(seconds)) for name, seconds in times.items()}
+    means = {name: float(np.mean(times[name])) for name in engines}
     result = {}
     for name, own in means.items():
         places = [
@@ -299,7 +312,7 @@ def measure_peers(
             "over_first": means[first] / own,
             "same_tokens": [count if place is None else place for place in places],
         }
-    return result
+    return result, failed
 
 
 def peer_table(result: Mapping[str, Mapping[str, Any]], count: int, dtype: Any) -> Table:

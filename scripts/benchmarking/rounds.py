@@ -63,10 +63,17 @@ def time_round(
 
 
 def measure_curve(
-    target: Any, repeats: int, *, batch: int = 1, slots: int = 512, passes: int = 20
+    target: Any,
+    repeats: int,
+    *,
+    longest: int = 15,
+    batch: int = 1,
+    slots: int = 512,
+    passes: int = 20,
 ) -> dict[str, Any]:
-    """Milliseconds of a bare pass and of a whole round, by width: medians of measurements in turn."""
-    widths = ladder(15)
+    """Milliseconds of a bare pass and of a whole round, by width up to `longest` drafts, and 15 at least: medians of
+    measurements in turn."""
+    widths = ladder(max(longest, 15))
     bare: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, list[float]] = defaultdict(list)
     for attempt in range(repeats + 1):  # the first compiles
