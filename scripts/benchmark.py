@@ -34,6 +34,7 @@ from common import (
     DrafterName,
     OtherDrafter,
     check_room,
+    choose_workloads,
     describe_device,
     encode_workloads,
     make_drafter,
@@ -79,6 +80,7 @@ class Options:
         trainer, and its growth; on the CPU), `gpu` (an accelerator at a large model's shapes, in ten minutes, without the
         target).
       prompts: JSON lines with `workload` and `turns` or `prompt`.
+      workloads: of the prompts; by default all.
       drafters: which to compare.
       draft_model: source of the draft model that `draft-model`, and a peer's, draft with.
       exit_layer: layers that `early-exit`, and a peer's, draft with.
@@ -106,6 +108,7 @@ class Options:
     target: str = "smollm2-135m-instruct"
     sections: tuple[Section, ...] = DEFAULT
     prompts: Path = HERE / "prompts.jsonl"
+    workloads: tuple[str, ...] = ()
     drafters: tuple[DrafterName | OtherDrafter, ...] = ("ngram", "suffix", "adaptive")
     draft_model: str | None = None
     exit_layer: int | None = None
@@ -168,8 +171,11 @@ class Benchmark:
         self.target = specjax.load_target(options.target)
         self.tokenizer = specjax.load_tokenizer(options.target)
         self.by_workload = encode_workloads(options.prompts, self.tokenizer, options.limit)
+        if options.workloads:
+            self.by_workload = choose_workloads(self.by_workload, options.workloads)
         most = self.target.context_length
-        check_room(self.by_workload, options.max_new_tokens, most)
+        new = options.max_new_tokens if "workloads" in options.sections else self.short
+        check_room(self.by_workload, new, most)
         if "growth" in options.sections and max(options.contexts) > most:
             raise ValueError(
                 f"contexts must be at most the target's {most}, got {options.contexts}"

@@ -227,6 +227,21 @@ def encode_workloads(
     return dict(workloads)
 
 
+def choose_workloads(
+    workloads: Mapping[str, list[list[int]]], names: Sequence[str]
+) -> dict[str, list[list[int]]]:
+    """Those of these names.
+
+    Raises:
+      ValueError: one that is not there.
+    """
+    if missing := [name for name in names if name not in workloads]:
+        raise ValueError(
+            f"workloads must be among those of the prompts, {', '.join(workloads)}; got {', '.join(missing)}"
+        )
+    return {name: workloads[name] for name in names}
+
+
 def check_room(
     workloads: Mapping[str, Sequence[Sequence[int]]], max_new_tokens: int, context: int
 ) -> None:

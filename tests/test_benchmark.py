@@ -153,6 +153,9 @@ def test_chi_square_is_pearsons():
     # rare tokens are one class: 1, 2 and the rest
     rare = distribution.chi_square([*a, 3, 4, 5], [*b, 6, 7, 8])
     assert rare["degrees"] == 2 and rare["statistic"] == pytest.approx(20 / 3)
+    # of many rare ones neighbours are: five classes of five tokens
+    spread = np.arange(25)
+    assert distribution.chi_square(spread, spread) == {"statistic": 0.0, "degrees": 4, "p": 1.0}
     assert distribution.chi_square([1, 1], [1, 1])["p"] == 1.0
 
 
@@ -319,6 +322,7 @@ def place(tmp_path_factory):
         ({"sections": ("growth",), "contexts": (512,)}, "contexts must be at least three"),
         ({"sections": ("growth",), "contexts": (512, 1024, 10**6)}, "at most the target's"),
         ({"sections": ("law",), "samples": 19}, "samples must be at least 20, got 19"),
+        ({"workloads": ("echo", "chat")}, "among those of the prompts, echo, other; got chat"),
         ({"drafters": ()}, "drafters must name at least one"),
         ({"temperatures": ()}, "temperatures must be numbers"),
         ({"max_new_tokens": 10**6}, "prompt 0 of echo has .* tokens and max_new_tokens is 1000000"),
@@ -328,8 +332,9 @@ def place(tmp_path_factory):
 )
 def test_wrong_inputs_are_named(place, options, message):
     model, prompts = place
+    given = {"target": str(model), "prompts": prompts, "max_new_tokens": 12} | options
     with pytest.raises(ValueError, match=message):
-        benchmark.Benchmark(benchmark.Options(target=str(model), prompts=prompts, **options), [])
+        benchmark.Benchmark(benchmark.Options(**given), [])
 
 
 def measure(place, **given):
@@ -349,6 +354,7 @@ def measure(place, **given):
 @pytest.mark.thorough
 def test_a_report_has_every_figure(place):
     report = measure(place, sections=("curve", "workloads"), temperatures=(0.0,), turns=3)
+    assert set(report["workloads"]["0"]) == {"echo", "other"}
     assert {"target", "device"} < set(report) and report["errors"] == []
     assert list(map(int, report["curve"]["pass_ms"])) == [1, 2, 4, 8, 16]
     for workload in ("echo", "other"):
@@ -372,13 +378,14 @@ def test_a_report_has_every_figure(place):
 def test_a_report_has_the_law_the_parts_and_the_batches(place):
     sections = ("split", "workloads", "law", "batch")
     given = {"drafters": ("none", "ngram"), "batches": (2,), "samples": 64}
-    report = measure(place, sections=sections, temperatures=(1.0,), **given)
+    report = measure(place, sections=sections, temperatures=(1.0,), workloads=("echo",), **given)
+    assert set(report["workloads"]["1"]) == {"echo"}
     limits = report["workloads"]["1"]["echo"]["limits"]
     assert 1 <= limits["length"]["none"] <= limits["length"]["ngram"]
     assert report["errors"] == []
     assert set(report["split"]) == {"plain", "none", "ngram"}
     assert set(report["split"]["ngram"]) == {"draft", "verify", "rest", "round"}
-    assert len(report["law"]) == 2 * 2 * distribution.TOKENS
+    assert len(report["law"]) == 2 * distribution.TOKENS
     assert {"statistic", "degrees", "p", "tokens_per_pass"} <= set(report["law"][0])
     assert set(report["batch"]) == {"2"}
     assert set(report["batch"]["2"]) == {"plain", "none", "ngram"}

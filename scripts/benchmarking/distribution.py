@@ -15,7 +15,7 @@ from specjax.generate import prepare
 from specjax.sampling import Sampling, make_keys
 
 TOKENS = 4  # of a sample: the first is drafted after the prompt, the others after drafts that stood or fell
-EXPECTED = 5.0  # rarer tokens are counted together: what the chi-square law needs
+EXPECTED = 5  # rarer tokens are counted together: what the chi-square law needs
 ALPHA = 1e-3  # chance that any of a report's tests fails by chance
 
 
@@ -32,13 +32,27 @@ def chi_square(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> 
     ids = np.unique(np.concatenate([a, b]))
     counts = np.stack([(x[:, None] == ids).sum(axis=0) for x in (a, b)]).astype(float)
     share = counts.sum(axis=1, keepdims=True) / counts.sum()
-    rare = (share * counts.sum(axis=0)).min(axis=0) < EXPECTED
-    counts = np.concatenate([counts[:, ~rare], counts[:, rare].sum(axis=1, keepdims=True)], axis=1)
-    counts = counts[:, counts.sum(axis=0) > 0]
+    few = (share * counts.sum(axis=0)).min(axis=0)
+    rare = few < EXPECTED
+    joined = _join(few[rare])
+    together = np.zeros((2, joined.max(initial=-1) + 1))
+    np.add.at(together, (slice(None), joined), counts[:, rare])
+    counts = np.concatenate([counts[:, ~rare], together], axis=1)
     expected = share * counts.sum(axis=0)
     statistic, degrees = float(((counts - expected) ** 2 / expected).sum()), counts.shape[1] - 1
     p = float(jax.scipy.stats.chi2.sf(statistic, degrees)) if degrees else 1.0
     return {"statistic": statistic, "degrees": degrees, "p": p}
+
+
+def _join(few: np.ndarray) -> np.ndarray:
+    """Classes int[n] of rare tokens, neighbours in the vocabulary together until each class can be expected often enough."""
+    classes, found, expected = np.zeros(len(few), int), 0, 0.0
+    for i, one in enumerate(few):
+        classes[i] = found
+        expected += one
+        if expected >= EXPECTED:
+            found, expected = found + 1, 0.0
+    return np.minimum(classes, max(found - 1, 0))  # what is left over goes to the last
 
 
 def repeat(state: DecodeState, keys: jax.Array) -> DecodeState:
