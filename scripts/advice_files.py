@@ -15,7 +15,7 @@ from specjax.trees import ladder
 
 
 def setting_fields(advice: Advice, options: Options) -> dict[str, Any]:
-    """The setting as options of `generate.py`."""
+    """The setting as options of `generate.py`, or of `batch.py` where several rows decode together."""
     choice = advice.choices[options.temperature, options.batch[0]]
 
     def absolute(source: str) -> str:
@@ -35,6 +35,8 @@ def setting_fields(advice: Advice, options: Options) -> dict[str, Any]:
         field, given = used.get(choice.trial.candidate.name, ("", None))
         if given is not None:
             found[field] = absolute(given)
+    if options.batch[0] > 1:
+        found["slots"] = options.batch[0]
     return found | {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -45,9 +47,12 @@ def setting_fields(advice: Advice, options: Options) -> dict[str, Any]:
 def write_setting(path: Path, advice: Advice, options: Options) -> None:
     """The setting as TOML, with why."""
     choice = advice.choices[options.temperature, options.batch[0]]
+    alone = "generate.py --config {} --prompt TEXT"
+    together = "batch.py --config {} --prompts FILE --output FILE"
+    script = (alone if options.batch[0] == 1 else together).format(path)
     lines = [
         "# Written by scripts/advise.py; use it with",
-        f"#   python scripts/generate.py --config {path} --prompt TEXT",
+        f"#   python scripts/{script}",
         f"# {describe_device()}; batch {options.batch[0]}",
         ("# " if choice.pays else f"# nothing pays; the closest, {choice.trial.candidate.name}: ")
         + f"expected {choice.prediction.speed_up:.2f}x over plain decoding"

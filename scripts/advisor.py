@@ -113,6 +113,7 @@ class Advisor:
             raise ValueError(
                 f"context must be at most the target's {self.target.context_length}, got {options.context}"
             )
+        self.sampling(options.temperature)  # refuses what is no setting
         self.tokenizer = specjax.load_tokenizer(options.target)
         self.workloads = encode_workloads(options.prompts, self.tokenizer, options.limit)
         check_room(self.workloads, options.max_new_tokens, self.target.context_length)
@@ -122,6 +123,11 @@ class Advisor:
         # one for all that is measured: the curve is then that of the runs, and every drafter is compiled once
         longest = max(map(len, self.prompts))
         self.slots = bucket(needed_slots(longest, options.max_new_tokens, self.longest))
+
+    def sampling(self, temperature: float) -> specjax.Sampling:
+        return specjax.Sampling(
+            temperature=temperature, top_k=self.options.top_k, top_p=self.options.top_p
+        )
 
     def run(
         self,
@@ -135,10 +141,7 @@ class Advisor:
         All of them once more where anything was compiled: a program's branches are set up when they first run, each at
         the price of many tokens, and a prompt may be the first to need one.
         """
-        options = self.options
-        sampling = specjax.Sampling(
-            temperature=temperature, top_k=options.top_k, top_p=options.top_p
-        )
+        options, sampling = self.options, self.sampling(temperature)
 
         def sweep() -> dict[str, dict[str, list[specjax.Generation]]]:
             return {
@@ -184,6 +187,7 @@ class Advisor:
                 batch=costs.batch,
                 max_new_tokens=self.options.max_new_tokens,
                 slots=self.slots,
+                sampling=self.sampling(self.options.temperature),
                 repeats=self.options.repeats,
             )
             for k in counts

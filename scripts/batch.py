@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from common import (
     DrafterName,
+    OtherDrafter,
     encode_conversations,
     make_drafter,
+    parse_options,
     use_compilation_cache,
 )
 from rich.console import Console
@@ -30,14 +31,22 @@ class Options:
     """Answer a file of prompts.
 
     Attributes:
+      config: a TOML file with any of the options below but prompts, `output` and `limit`, as `advise.py --write` makes
+        them; what is given on the command line wins.
       prompts: JSON lines with `prompt`, `turns` or `messages`.
       output: JSON lines, one per answer, in the order in which they end; answers that are there are kept.
       target: a built-in name, a Hugging Face folder or hub id, or a .gguf file.
       drafter: what proposes tokens.
+      draft_model: source of the drafter `draft-model`.
+      exit_layer: layers that the drafter `early-exit` runs.
+      head: folder or hub id of the head that `head` and `hybrid-head` (n-gram first) draft with.
       num_draft: tokens proposed per round at most; the drafter's own default otherwise.
+      costs: of a target pass of every block width in passes of one token, for adaptive drafters; `advise.py` measures them.
       slots: prompts that decode together.
       max_new_tokens: budget per prompt.
       temperature: 0 takes the most likely token; prompts take several in turn, which makes a mixture.
+      top_k: keep the k most likely tokens; 0 is off.
+      top_p: keep the most likely tokens up to this probability; 1 is off.
       seed: of the random keys.
       limit: only the first prompts.
     """
@@ -45,13 +54,23 @@ class Options:
     prompts: Path
     output: Path
     target: str = "smollm2-135m-instruct"
-    drafter: DrafterName = "none"
+    config: Path | None = None
+    drafter: DrafterName | OtherDrafter = "none"
+    draft_model: str | None = None
+    exit_layer: int | None = None
+    head: str | None = None
     num_draft: int | None = None
+    costs: tuple[float, ...] | None = None
     slots: int = 16
     max_new_tokens: int = 256
     temperature: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
     limit: int | None = None
+
+
+NOT_IN_FILES = ("config", "prompts", "output", "limit")
 
 
 def main(options: Options) -> None:
@@ -59,9 +78,21 @@ def main(options: Options) -> None:
     tokenizer = specjax.load_tokenizer(options.target)
     prompts = encode_conversations(options.prompts, tokenizer, options.limit)
     target = specjax.load_target(options.target)
-    sampling = [specjax.Sampling(temperature=t) for t in options.temperature]
+    sampling = [
+        specjax.Sampling(temperature=t, top_k=options.top_k, top_p=options.top_p)
+        for t in options.temperature
+    ]
     if not sampling:
         raise ValueError("temperature must be one number or more, got none")
+    drafter = make_drafter(
+        options.drafter,
+        options.num_draft,
+        draft_model=options.draft_model,
+        exit_layer=options.exit_layer,
+        head=options.head,
+        costs=options.costs,
+        target=target,
+    )
     done = read_completions(options.output)
     for index, row in done.items():
         if index >= len(prompts):  # of a run with a higher limit
@@ -107,7 +138,7 @@ def main(options: Options) -> None:
             },
             progress=show,
             slots=options.slots,
-            drafter=make_drafter(options.drafter, options.num_draft),
+            drafter=drafter,
             max_new_tokens=options.max_new_tokens,
             sampling=[sampling[i % len(sampling)] for i in range(len(prompts))],
             key=options.seed,
@@ -122,7 +153,7 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Options, description=__doc__))
+        main(parse_options(Options, __doc__, NOT_IN_FILES))
     except (ValueError, OSError) as error:
         console.print(f"[red]error:[/] {escape(str(error))}")
         sys.exit(1)

@@ -3,15 +3,17 @@
 import difflib
 import json
 import os
+import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
+import tyro
 
 import specjax
 from specjax.checkpoints.sources import cache_dir
@@ -253,6 +255,26 @@ def check_room(
                     f"prompt {i} of {name} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}: together at most "
                     f"the model's context of {context}"
                 )
+
+
+OptionsType = TypeVar("OptionsType")
+
+
+def parse_options(
+    options: type[OptionsType], description: str | None, not_in_files: Sequence[str]
+) -> OptionsType:
+    """The command line over what the file of `--config` says.
+
+    Args:
+      options: a dataclass with a field `config`.
+      not_in_files: fields that a file may not set.
+    """
+    found: Any = tyro.cli(options, description=description)
+    if found.config is None:
+        return found
+    known = [f.name for f in fields(found) if f.name not in not_in_files]
+    arguments = config_arguments(found.config, known)
+    return tyro.cli(options, description=description, args=[*arguments, *sys.argv[1:]])
 
 
 def config_arguments(path: Path, names: Sequence[str]) -> list[str]:

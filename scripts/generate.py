@@ -5,17 +5,17 @@ python scripts/generate.py --target smollm2-135m-instruct --drafter ngram --prom
 
 import json
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from common import (
     DrafterName,
     OtherDrafter,
-    config_arguments,
     describe_device,
     encode_conversation,
     make_drafter,
+    parse_options,
     read_conversations,
     use_compilation_cache,
 )
@@ -80,13 +80,7 @@ NOT_IN_FILES = ("config", "prompt", "prompt_file", "raw", "json")
 
 
 def parse() -> Options:
-    """The command line over what the file of `--config` says."""
-    options = tyro.cli(Options, description=__doc__)
-    if options.config is None:
-        return options
-    names = [f.name for f in fields(Options) if f.name not in NOT_IN_FILES]
-    arguments = config_arguments(options.config, names)
-    return tyro.cli(Options, description=__doc__, args=[*arguments, *sys.argv[1:]])
+    return parse_options(Options, __doc__, NOT_IN_FILES)
 
 
 def main(options: Options) -> None:

@@ -94,6 +94,7 @@ def measure_draft_cost(
     batch: int = 1,
     max_new_tokens: int = 64,
     slots: int | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     repeats: int = 5,
 ) -> float:
     """Cost of one proposal after a prompt, in target passes over one token: the median of measurements in turn.
@@ -104,13 +105,14 @@ def measure_draft_cost(
       prompt: token ids.
       batch: rows, all of this prompt.
       max_new_tokens: room that the caches have beside the prompt; slots: theirs, as `generate` takes them.
+      sampling: of the rows; drafts of networks are drawn accordingly.
     """
     drafter, state, chunk = prepare(
         target,
         [prompt] * batch,
         drafter=drafter,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(),
+        sampling=sampling,
         key=0,
         stop_token_ids=(),
         slots=slots,

@@ -29,6 +29,7 @@ sys.path.insert(0, str(SCRIPTS))
 import advice_files
 import advise
 import advisor
+import batch
 import common
 import findings
 import generate
@@ -586,6 +587,13 @@ def test_verdict_says_when_to_and_when_not(tmp_path):
     row = tomllib.loads(file.read_text())
     assert row["drafter"] == "adaptive" and row["num_draft"] == 7 and row["target"] == "org/name"
     assert row["costs"] == [1.0, 1.2, 1.4, 1.6]
+    assert "generate.py" in file.read_text() and row.keys() <= vars(generate.Options()).keys()
+    eight = advisor.Options(batch=(8, 1), context=64, target="org/name")
+    advice_files.write_setting(file, made_up(1.6, checked=1.8), eight)
+    row = tomllib.loads(file.read_text())
+    assert "batch.py" in file.read_text() and row["slots"] == 8
+    given: Any = {"prompts": file, "output": file}
+    assert row.keys() <= vars(batch.Options(**given)).keys()
 
     close = made_up(9.0, checked=1.8)
     check = close.choices[0.0, 1].check

@@ -122,8 +122,10 @@ def test_batch_answers_a_file_and_goes_on(place, tmp_path):
     model, cache = place
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": c}) for c in "abcde"))
-    arguments = ["--target", model, "--prompts", prompts, "--output", out, "--slots", 2]
-    arguments += ["--max-new-tokens", 5, "--drafter", "ngram", "--temperature", 0, 1]
+    setting = tmp_path / "setting.toml"
+    setting.write_text('drafter = "adaptive"\nnum_draft = 3\ncosts = [1, 1, 1]\nslots = 2\n')
+    arguments = ["--target", model, "--prompts", prompts, "--output", out, "--config", setting]
+    arguments += ["--max-new-tokens", 5, "--temperature", 0, 1]
     assert "3 answers added" in run("batch.py", *arguments, "--limit", 3, cache=cache)
     assert "2 answers added" in run("batch.py", *arguments, cache=cache)
     rows = [json.loads(line) for line in out.read_text().splitlines()]

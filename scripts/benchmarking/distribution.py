@@ -35,9 +35,8 @@ def chi_square(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> 
     few = (share * counts.sum(axis=0)).min(axis=0)
     rare = few < EXPECTED
     joined = _join(few[rare])
-    together = np.zeros((2, joined.max(initial=-1) + 1))
-    np.add.at(together, (slice(None), joined), counts[:, rare])
-    counts = np.concatenate([counts[:, ~rare], together], axis=1)
+    together = [np.bincount(joined, weights=row) for row in counts[:, rare]]
+    counts = np.concatenate([counts[:, ~rare], np.stack(together)], axis=1)
     expected = share * counts.sum(axis=0)
     statistic, degrees = float(((counts - expected) ** 2 / expected).sum()), counts.shape[1] - 1
     p = float(jax.scipy.stats.chi2.sf(statistic, degrees)) if degrees else 1.0

@@ -302,14 +302,14 @@ def measure_peers(
     first = next(iter(engines))
     means = {name: float(np.mean(times[name])) for name in engines}
     result = {}
-    for name, own in means.items():
+    for name, mean in means.items():
         places = [
             first_difference(np.asarray(a), np.asarray(b))
             for a, b in zip(outputs[name], outputs[first], strict=True)
         ]
         result[name] = {
-            "tokens_per_second": 1 / own,
-            "over_first": means[first] / own,
+            "tokens_per_second": 1 / mean,
+            "over_first": means[first] / mean,
             "same_tokens": [count if place is None else place for place in places],
         }
     return result, failed
