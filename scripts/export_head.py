@@ -26,7 +26,8 @@ class Options:
         modules, `deepseek`; by default the first or the last.
       dtype: of the written tensors.
       verifier: hub id of the target, for speculators' layout.
-      num_draft: drafted tokens that speculators' layout proposes to servers.
+      num_draft: drafted tokens that speculators' layout proposes to servers; by default 7 of P-EAGLE's and 3 of others, if they
+        were trained for that many.
       share_rows: leave out the vocabulary's rows where they are the target's own; specjax takes them from there.
     """
 
@@ -36,7 +37,7 @@ class Options:
     layout: Layout | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     verifier: str | None = None
-    num_draft: int = 3
+    num_draft: int | None = None
     share_rows: bool = False
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from zoo import tiny_deepseek, tiny_head, tiny_mtp, tiny_target
 
 import specjax
+from specjax import MTP
 from specjax.checkpoints import CheckpointError
 from specjax.drafters.base import Context, Observation
 from specjax.models.config import LayerConfig, Rope
@@ -396,6 +397,19 @@ def test_import_of_export(changes, tmp_path):
         assert alone.target_norm is None
     with pytest.raises(ValueError, match="layout 'sglang' is not one of an MTP module"):
         specjax.save_head(head, tmp_path, "sglang")
+
+
+def test_the_final_norm_is_the_callers_choice(tmp_path):
+    """What a release was trained with is often not said."""
+    specjax.save_head(tiny_mtp(TARGET), tmp_path / "mtp")
+    for post_norm in (True, False):
+        head = specjax.load_head(tmp_path / "mtp", TARGET, post_norm=post_norm)
+        assert head.config.post_norm == post_norm == (head.target_norm is not None)
+        out = specjax.generate(TARGET, [[1, 2]], drafter=MTP(head), max_new_tokens=4)
+        assert out.tokens[0].size == 4
+    specjax.save_head(tiny_head(TARGET), tmp_path / "eagle")
+    with pytest.raises(ValueError, match="post_norm is for MTP modules, got True"):
+        specjax.load_head(tmp_path / "eagle", TARGET, post_norm=True)
 
 
 def test_refused(tmp_path):

@@ -168,6 +168,22 @@ def test_anchors_that_count():
     assert [set(np.flatnonzero(valid[k, 0])) for k in range(3)] == right
 
 
+def test_the_first_position_of_a_packed_document_is_read_as_in_decoding():
+    """Where DeepSeek's modules leave the embedding out, which they do in every sequence's first place."""
+    head = tiny_mtp(TARGET, zero_first=True)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, TARGET.vocab_size, (1, 12)))
+    taps = jax.random.normal(jax.random.key(1), (1, 12, 1, TARGET.config.hidden_size))
+    document = jnp.asarray([[1] * 5 + [2] * 7])
+
+    def states(part):
+        batch = Batch(tokens[:, part], jnp.ones_like(tokens[:, part], bool), document[:, part])
+        return unroll(head, TARGET, batch, taps[:, part], 2)
+
+    packed = states(slice(None))
+    np.testing.assert_allclose(packed[:, :, 5:], states(slice(5, None)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(packed[:, :, :3], states(slice(5))[:, :, :3], rtol=1e-4, atol=1e-5)
+
+
 def sequence(seed, size, length, target=TARGET):
     """One random document in a row of `length`."""
     tokens = np.zeros((1, length), np.int32)

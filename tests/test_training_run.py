@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from folders import write_folder
@@ -43,6 +44,7 @@ from training.features import FeatureFile, check_features, without_layers, write
 from training.heads import make_head, new_head
 from training.logs import read_log
 from training.loop import TrainingStopped, train
+from training.step import make_optimizer
 
 TARGET = tiny_target()
 LENGTH = 48
@@ -288,12 +290,20 @@ def test_other_heads_draft_better_than_untrained_ones(data, tmp_path, name):
     prompts = [[7, 3, 9], [1, 50, 2, 8], [33, 4], [20, 21, 22]]
 
     def length(head):
+        """Tokens a pass, and in how many rounds the second draft stood."""
         drafter = specjax.head_drafter(head, 3)
         out = specjax.generate(TARGET, prompts, drafter=drafter, max_new_tokens=60)
-        return out.statistics.emitted.sum() / out.statistics.rounds.sum()
+        found = out.statistics
+        second = found.accepted_per_position.sum(axis=0)[1] / found.rounds.sum()
+        return found.emitted.sum() / found.rounds.sum(), second
 
+    (trained, deep), (fresh, before) = (
+        length(specjax.load_head(result.folder, TARGET)),
+        length(start),
+    )
     # an MTP module starts as the target's last layer, and so with some skill
-    assert length(specjax.load_head(result.folder, TARGET)) > 1.15 * length(start)
+    assert trained > 1.15 * fresh
+    assert deep > before + 0.02  # P-EAGLE's is a masked slot's
     # what is the target's own has not moved
     if name == "mtp":
         np.testing.assert_array_equal(result.head.target_norm.weight, TARGET.norm.weight)
@@ -408,6 +418,22 @@ def test_muon_trains(data, tmp_path):
     run(config(data, tmp_path, optimizer="muon", epochs=4.0))
     losses = [row["loss"] for row in read_log(tmp_path) if row["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
+
+
+def test_muon_is_for_maps_between_streams(tmp_path):
+    """The mask's state, the correction's tables and biases move by AdamW's learning rate, as the vocabulary's rows do."""
+    names = ("fc", "layers[0].mlp.down", "mask_hidden", "readout.markov.before", "readout.head")
+    names += ("embedding", "layers[0].attention.qkv_bias")
+    params = {name: jax.random.normal(jax.random.key(i), (8, 8)) for i, name in enumerate(names)}
+    settings = config(
+        tmp_path, tmp_path, optimizer="muon", learning_rate=1e-4, muon_learning_rate=1.0
+    )
+    optimizer = make_optimizer(settings, 10)
+    state = optimizer.init(params)
+    for _ in range(2):  # the first is warm-up's, of no size
+        moved, state = optimizer.update(params, state, params)
+    sizes = {name: float(jnp.abs(x).max()) for name, x in moved.items()}
+    assert {name for name, size in sizes.items() if size > 1e-2} == set(names[:2]), sizes
 
 
 @pytest.mark.thorough

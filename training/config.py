@@ -15,7 +15,7 @@ Recipe = Literal["eagle3", "p_eagle", "mtp"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run of a head. A file of a P-EAGLE run that leaves them out gets the published shape, `PUBLISHED`.
+    """A training run of a head. A file of a P-EAGLE or MTP run that leaves them out gets what was published, `PUBLISHED`.
 
     Attributes:
       recipe: `eagle3` (the training-time test), `p_eagle` (all drafts in one pass) or `mtp` (the training-time test of
@@ -31,6 +31,7 @@ class TrainConfig:
       mlp_size: of the head; by default the target's.
       taps: layers that the head reads, counted as the layers entered; by default 2, L // 2, L - 3.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's variants, all off in what every server loads.
+      post_norm: whether an MTP module reads hidden states, the target's and its own, behind the final norms.
       train_embedding: whether the head has an embedding of its own, which starts as the target's and is trained.
       train_readout: whether the rows of the vocabulary, which start as the target's, are trained too.
       start_from: a built-in head's name or a head's folder to go on from. P-EAGLE may start from an EAGLE-3 head, and from one
@@ -78,6 +79,7 @@ class TrainConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    post_norm: bool = True
     train_embedding: bool = False
     train_readout: bool = True
     start_from: Path | None = None
@@ -197,8 +199,11 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-PUBLISHED = {"p_eagle": {"num_layers": 4, "steps": 8, "train_embedding": True}}
-"""What a recipe's released heads have where they differ from EAGLE-3's (P-EAGLE: arXiv 2602.01469)."""
+PUBLISHED = {
+    "p_eagle": {"num_layers": 4, "steps": 8, "train_embedding": True},
+    "mtp": {"steps": 3, "step_decay": 0.6},
+}
+"""What a recipe's published heads have where they differ from EAGLE-3's (P-EAGLE: arXiv 2602.01469; FastMTP: 2509.18362)."""
 PATHS = ("data", "output", "feature_folder", "start_from", "decode_prompts")
 
 

@@ -52,6 +52,14 @@ def supervised(batch: Batch, steps: int) -> Array:
     return jnp.stack(rows)
 
 
+def document_positions(document: Array) -> Array:
+    """int32[B, T], positions that begin with every document, as they do in decoding: some MTP modules read the first one
+    otherwise."""
+    index = jnp.broadcast_to(jnp.arange(document.shape[1], dtype=jnp.int32), document.shape)
+    begins = document != jnp.pad(document, ((0, 0), (1, 0)))[:, :-1]
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
 def attend_anchors(
     query: Array,
     keys: list[Array],
@@ -152,8 +160,7 @@ def unroll(head: Any, target: Any, batch: Batch, taps: Array, steps: int) -> Arr
     """
     decoder = head.config.decoder
     embedded = head.embed(target, batch.tokens)
-    index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(index, batch.tokens.shape)
+    positions = document_positions(batch.document)
     keys: list[list[Array]] = [[] for _ in decoder.layers]
     values: list[list[Array]] = [[] for _ in decoder.layers]
 

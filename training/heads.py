@@ -149,11 +149,13 @@ def _mtp_head(config: TrainConfig, target: Transformer, draft_vocab_size: int) -
         taps=(c.num_layers,),
         own_embedding=config.train_embedding,
         trained_depth=config.steps,
+        post_norm=config.post_norm,
     )
     check_head(shape, target)
     head = MTPHead(shape, rngs=nnx.Rngs(config.seed))
     head.layers = nnx.List([_copy(target.layers[-1])])
-    head.target_norm = _copy(target.norm)
+    if config.post_norm:
+        head.target_norm = _copy(target.norm)
     eye = jnp.eye(c.hidden_size)
     head.projection = nnx.Param(jnp.concatenate([jnp.zeros_like(eye), eye]))
     return head
@@ -199,6 +201,8 @@ def _continued(head: Head, config: TrainConfig, target: Transformer) -> Head:
         wanted["mlp_size"] = (has.decoder.mlp_size, config.mlp_size)
     if config.draft_vocab_size:
         wanted["draft_vocab_size"] = (has.draft_vocab_size, config.draft_vocab_size)
+    if isinstance(has, MTPConfig):
+        wanted["post_norm"] = (has.post_norm, config.post_norm)
     if isinstance(has, EagleConfig):
         for name in ("mask_token_id", "markov_rank", *VARIANTS):
             wanted[name] = (getattr(has, name), getattr(config, name))

@@ -192,13 +192,19 @@ def check_data(
         raise ValueError(
             f"data {config.data} has sequences of {summary.length} tokens, the target's context is {target.context_length}"
         )
+    if count := summary.vocabulary.get(config.mask_token_id or -1, 0):
+        console.print(
+            f"mask_token_id {config.mask_token_id} occurs {count} times in the data; take one that never does"
+        )
     if summary.source != config.target:
         console.print(f"the data was prepared for {summary.source}, the target is {config.target}")
 
 
 def identity(config: TrainConfig, updates: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """What makes a run the same run: its settings, and the content of its data."""
-    kept = {k: v for k, v in asdict(config).items() if k not in FREE}
+    # P-EAGLE draws its anchors for every part of a batch
+    bound = ("accumulate",) if config.recipe == "p_eagle" else ()
+    kept = {k: v for k, v in asdict(config).items() if k not in FREE or k in bound}
     dataset = hashlib.sha256((config.data / "dataset.json").read_bytes()).hexdigest()
     kept |= {"updates": updates, "dataset": dataset, "stop_token_ids": list(stop_token_ids)}
     return json.loads(json.dumps(kept, default=str))

@@ -94,9 +94,13 @@ def make_optimizer(config: TrainConfig, updates: int) -> optax.GradientTransform
     )
 
     def labels(params: Parameters) -> dict[str, str]:
-        """The vocabulary's rows are no map between streams: they stay with AdamW."""
-        inner = ("readout.head", "embedding")
-        return {n: "muon" if x.ndim > 1 and n not in inner else "adamw" for n, x in params.items()}
+        """The vocabulary's rows, the mask's state and biases are no maps between streams: they stay with AdamW."""
+
+        def label(name: str, x: Any) -> str:
+            other = name.startswith(("readout.", "embedding", "mask_hidden")) or "bias" in name
+            return "adamw" if other or x.ndim < 2 else "muon"
+
+        return {name: label(name, x) for name, x in params.items()}
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip),

@@ -31,7 +31,7 @@ def save_head(
     target: Any = None,
     verifier: str | None = None,
     dtype: Any = None,
-    num_draft: int = 3,
+    num_draft: int | None = None,
     share_rows: bool = False,
 ) -> None:
     """Writes a head's folder: model.safetensors and config.json.
@@ -48,7 +48,8 @@ def save_head(
       verifier: name or hub id of the target, from which `vllm serve` can then start with speculators' layout alone.
       dtype: of all that is written but a router's correction, which stays float32; None keeps the head's own (norms are float32), so that reading it again gives the
         same head.
-      num_draft: the number of drafted tokens that speculators' layout proposes to servers.
+      num_draft: the number of drafted tokens that speculators' layout proposes to servers; None is 7 of P-EAGLE's and 3 of
+        others, or what they were trained for if that is less.
       share_rows: leave out the vocabulary's rows, which must be `target`'s own: half of a small head. `load_head` takes
         them from the target again; servers want them in the file.
 
@@ -86,7 +87,11 @@ def save_head(
         name = file_names("deepseek", head.config.taps[0])
         tensors = {name(ours): x for ours, x in tensors.items()}
     elif layout == "speculators":
-        config = _speculators_config(head.config, target, verifier, num_draft)
+        usual = 3 if head.config.mask_token_id is None else 7
+        usual = min(usual, head.config.trained_depth or usual)
+        config = _speculators_config(
+            head.config, target, verifier, usual if num_draft is None else num_draft
+        )
         if isinstance(target, Transformer) and head.embedding is None:
             every = jnp.arange(target.vocab_size)[None]
             tensors["embed_tokens.weight"] = np.asarray(target.lookup(every)[0].astype(dtype))

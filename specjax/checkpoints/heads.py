@@ -43,6 +43,7 @@ def load_head(
     *,
     dtype: Any = None,
     taps: tuple[int, ...] | None = None,
+    post_norm: bool | None = None,
 ) -> Head:
     """Loads a trained head.
 
@@ -53,6 +54,8 @@ def load_head(
         leave them out, and is checked against it. A built-in head without it loads the built-in target for that.
       dtype: of the matrices; None takes the target's, or float32.
       taps: layers to read in place of those that the config names, counted as the layers entered.
+      post_norm: whether an MTP module reads hidden states behind the final norms; None is what its file says, else
+        behind them. Which a release was trained with is often not said: the one that accepts more is.
 
     Returns:
       an `EagleHead`, for `Eagle3(head)` or `PEagle(head)`, or an `MTPHead`, for `MTP(head)`.
@@ -60,7 +63,7 @@ def load_head(
     Raises:
       FileNotFoundError: unknown source.
       CheckpointError: files that are damaged or incomplete, a head of another kind, tensors that nothing takes.
-      ValueError: a head for another target.
+      ValueError: a head for another target, `post_norm` for another kind of head.
     """
     folder = resolve(path)
     if not folder.is_dir():
@@ -69,6 +72,10 @@ def load_head(
     dtype = jnp.dtype(getattr(target, "dtype", jnp.float32) if dtype is None else dtype)
     raw = read_json(folder / "config.json")
     dialect = mtp_dialect(raw)
+    if post_norm is not None:
+        if dialect is None:
+            raise ValueError(f"post_norm is for MTP modules, got {post_norm} for {folder}")
+        raw = raw | {"mtp_hidden": "post_norm" if post_norm else "pre_norm"}
     kind = _eagle if dialect is None else partial(_mtp, dialect=dialect)
     config, file, parts, borrowed = kind(folder, raw, model, taps)
     spare = {*MAPS, *borrowed, *(() if config.own_embedding else ("embed_tokens.weight",))}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from zoo import drafters, grouped, tiny_target
 
-from specjax import DraftModel, Eagle3, Hybrid, NGram, PEagle, Sampling, Suffix
-from specjax.decoding import decode, prefill
+from specjax import DraftModel, Eagle3, Hybrid, NGram, PEagle, Sampling, Suffix, Verification
+from specjax.decoding import decode, draft, prefill
 from specjax.drafters.ngram_map import NGramMap
 from specjax.drafters.ngram_mod import NGramMod
 from specjax.generate import prepare
@@ -19,6 +19,7 @@ ZOO = drafters(TARGET)
 # look-ups have no cache of their own, and are all alike to the target's
 LOOKS_UP = NGram | NGramMap | NGramMod | Suffix
 HOLDING = [name for name, d in ZOO.items() if name == "ngram" or not isinstance(d, LOOKS_UP)]
+propose = jax.jit(draft)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4] * 4, [2, 7]]
 
 
@@ -43,6 +44,22 @@ def fresh_head(head, tokens, count):
     rows, block = head(head.embed(TARGET, follows), head.fuse(out.taps), positions, empty)
     last = jnp.take_along_axis(rows, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return empty.commit(block, count), jnp.where((count > 0)[:, None], last, 0)
+
+
+@partial(jax.jit, static_argnames="num_draft")
+def fresh_drafts(head, tokens, count, num_draft):
+    """What a P-EAGLE head drafts greedily in one pass without a cache: over the target's true hidden states of the first
+    `count` tokens, and masked slots after them."""
+    batch, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    known = positions < count[:, None]
+    out = TARGET(tokens, positions, TARGET.init_cache(batch, 1), taps=head.config.taps)
+    follows = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    follows = jnp.where(known, follows, head.config.mask_token_id)
+    hidden = jnp.where(known[..., None], head.fuse(out.taps), head.fused_mask())
+    rows, _ = head(head.embed(TARGET, follows), hidden, positions, head.init_cache(batch, 1))
+    at = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(num_draft)
+    return jnp.argmax(head.logits(jnp.take_along_axis(rows, at[..., None], axis=1)), axis=-1)
 
 
 def p_eagle_states(drafter, state):
@@ -101,6 +118,37 @@ def test_cache_equals_fresh_prefill(name):
             assert (held.cache.length + held.count == state.length - 1).all()
             assert_same(held.cache, fresh_head(head, state.tokens, held.cache.length)[0])
         state = decode(TARGET, drafter, state, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["p-eagle", pytest.param("p-eagle-deep", marks=pytest.mark.thorough)]
+)
+def test_p_eagle_drafts_are_those_of_a_pass_without_a_cache(name):
+    """In ragged rows and after rounds in which some, all or none of the drafts stood."""
+    drafter = ZOO[name]
+    drafter, state, chunk = prepare(
+        TARGET,
+        PROMPTS,
+        drafter=drafter,
+        max_new_tokens=30,
+        sampling=Sampling(),
+        key=3,
+        stop_token_ids=[],
+        verification=Verification(synthetic_rates=(0.8, 0.6, 0.4, 0.2)[: drafter.num_draft]),
+    )
+    state, waited = prefill(TARGET, drafter, state, chunk), set()
+    for _ in range(8):
+        proposal = propose(TARGET, drafter, state)[1]
+        expected = fresh_drafts(drafter.head, state.tokens, state.length - 1, drafter.num_draft)
+        rows = (
+            state.length > 1
+        ) & ~state.done  # a prompt of one token has nothing to draft from yet
+        np.testing.assert_array_equal(
+            proposal.tokens[rows], drafter.head.target_ids[expected][rows]
+        )
+        waited |= set(state.drafter_state.count[rows].tolist())
+        state = decode(TARGET, drafter, state, 1)
+    assert waited == set(range(1, drafter.num_draft + 2))
 
 
 @jax.jit
