@@ -26,11 +26,12 @@ def test_a_crowded_process_forgets_its_programs(monkeypatch, tmp_path):
     assert compiled >= 1
     monkeypatch.setattr(programs, "GRANTED", granted)
     monkeypatch.setattr(programs, "_counted", -np.inf)
+    monkeypatch.setattr(programs, "INTERVAL", 3600.0)
     with pytest.warns(UserWarning, match="memory maps"):
         found = run()
     np.testing.assert_array_equal(found, expected)
     assert decode._cache_size() == 1  # it alone was compiled since
-    run()  # counted a moment ago: nothing is forgotten, and nothing said
+    run()  # counted within the interval: nothing is forgotten, and nothing said
 
 
 def test_programs_stay_where_there_is_room(monkeypatch, tmp_path):
