@@ -43,7 +43,7 @@ from training.evaluation import decode_workloads
 from training.features import FeatureFile, check_features, without_layers, write_features
 from training.heads import make_head, new_head
 from training.logs import read_log
-from training.loop import TrainingStopped, train
+from training.loop import TrainingStopped, identity, train
 from training.step import make_optimizer
 
 TARGET = tiny_target()
@@ -418,6 +418,19 @@ def test_muon_trains(data, tmp_path):
     run(config(data, tmp_path, optimizer="muon", epochs=4.0))
     losses = [row["loss"] for row in read_log(tmp_path) if row["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
+
+
+def test_only_p_eagles_draws_bind_a_run_to_its_parts(tmp_path):
+    """It draws anchors for every part of a batch, so another `accumulate` would be another run."""
+    (tmp_path / "dataset.json").write_text("{}")
+
+    def same(**given):
+        one, two = (
+            identity(config(tmp_path, tmp_path, accumulate=n, **given), 1, ()) for n in (1, 2)
+        )
+        return one == two
+
+    assert same() and not same(recipe="p_eagle", mask_token_id=60)
 
 
 def test_muon_is_for_maps_between_streams(tmp_path):

@@ -192,9 +192,10 @@ def check_data(
         raise ValueError(
             f"data {config.data} has sequences of {summary.length} tokens, the target's context is {target.context_length}"
         )
-    if count := summary.vocabulary.get(config.mask_token_id or -1, 0):
+    mask = config.mask_token_id
+    if mask is not None and (count := summary.vocabulary.get(mask, 0)):
         console.print(
-            f"mask_token_id {config.mask_token_id} occurs {count} times in the data; take one that never does"
+            f"mask_token_id {mask} occurs {count} times in the data; take one that never does"
         )
     if summary.source != config.target:
         console.print(f"the data was prepared for {summary.source}, the target is {config.target}")
