@@ -11,8 +11,8 @@ from pathlib import Path
 from common import (
     DrafterName,
     OtherDrafter,
+    chosen_drafter,
     encode_conversations,
-    make_drafter,
     parse_options,
     use_compilation_cache,
 )
@@ -84,15 +84,7 @@ def main(options: Options) -> None:
     ]
     if not sampling:
         raise ValueError("temperature must be one number or more, got none")
-    drafter = make_drafter(
-        options.drafter,
-        options.num_draft,
-        draft_model=options.draft_model,
-        exit_layer=options.exit_layer,
-        head=options.head,
-        costs=options.costs,
-        target=target,
-    )
+    drafter = chosen_drafter(options, target)
     done = read_completions(options.output)
     for index, row in done.items():
         if index >= len(prompts):  # of a run with a higher limit

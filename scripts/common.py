@@ -130,6 +130,19 @@ def make_drafter(
     raise ValueError(f"drafter must be one of {names}; got {name!r}")
 
 
+def chosen_drafter(options: Any, target: Any) -> Any:
+    """What the options of `generate.py` and `batch.py` name."""
+    return make_drafter(
+        options.drafter,
+        options.num_draft,
+        draft_model=options.draft_model,
+        exit_layer=options.exit_layer,
+        head=options.head,
+        costs=options.costs,
+        target=target,
+    )
+
+
 Conversation = list[dict[str, str]]
 
 

@@ -12,9 +12,9 @@ import tyro
 from common import (
     DrafterName,
     OtherDrafter,
+    chosen_drafter,
     describe_device,
     encode_conversation,
-    make_drafter,
     parse_options,
     read_conversations,
     use_compilation_cache,
@@ -100,15 +100,7 @@ def main(options: Options) -> None:
         repetition_penalty=options.repetition_penalty,
     )
     target = specjax.load_target(options.target)
-    drafter = make_drafter(
-        options.drafter,
-        options.num_draft,
-        draft_model=options.draft_model,
-        exit_layer=options.exit_layer,
-        head=options.head,
-        costs=options.costs,
-        target=target,
-    )
+    drafter = chosen_drafter(options, target)
     tokenizer = specjax.load_tokenizer(options.target)
     rows = []
     for i, messages in enumerate(
